@@ -1,0 +1,1 @@
+"""Training graphs: slicing, derivation, recompute and the reference evaluator."""

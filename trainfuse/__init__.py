@@ -1,0 +1,1 @@
+"""trainfuse: an autodiff-aware training accelerator for PyTorch."""

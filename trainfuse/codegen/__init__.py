@@ -1,0 +1,1 @@
+"""Kernel IR, schedules and the Triton printer."""

@@ -1,0 +1,1 @@
+"""Schedules: how a group becomes loops."""

@@ -1,0 +1,1 @@
+"""What a user asks of a plan: explain, dump, doctor."""

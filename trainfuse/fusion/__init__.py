@@ -1,0 +1,1 @@
+"""Groups of nodes that become one kernel."""

@@ -1,0 +1,1 @@
+"""Rewrites that change the algorithm, each with its proof obligations."""

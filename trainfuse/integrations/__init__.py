@@ -1,0 +1,1 @@
+"""Lightning, torch.compile and the command line."""

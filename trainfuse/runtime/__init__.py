@@ -1,0 +1,1 @@
+"""Plans: compiled programs, launches, CUDA graphs and the gate."""
