@@ -1,0 +1,179 @@
+"""Every private torch name that trainfuse touches (autodiff has its own), for torch 2.11 to 2.14."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._dynamo.backends.common import aot_autograd as _aot_autograd
+from torch._inductor.decomposition import select_decomp_table
+
+# -- optimizers ---------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def pretend_compiling() -> Iterator[None]:
+    """Let torch.optim take its device-side branch without a device."""
+    before = torch.compiler._is_compiling_flag
+    torch.compiler._is_compiling_flag = True
+    try:
+        yield
+    finally:
+        torch.compiler._is_compiling_flag = before
+
+
+def has_step_hooks(optimizer: torch.optim.Optimizer, ours: Callable[..., Any]) -> bool:
+    """Whether anyone but trainfuse hooked this optimizer's step, or every optimizer's."""
+    from torch.optim import optimizer as module
+
+    hooks = [
+        *optimizer._optimizer_step_pre_hooks.values(),
+        *optimizer._optimizer_step_post_hooks.values(),
+        *module._global_optimizer_pre_hooks.values(),
+        *module._global_optimizer_post_hooks.values(),
+    ]
+    return any(getattr(hook, "__func__", None) is not ours for hook in hooks)
+
+
+def has_parameter_hooks(param: Tensor) -> bool:
+    """Whether a hook would run when this parameter's gradient arrives."""
+    return bool(param._backward_hooks) or bool(
+        getattr(param, "_post_accumulate_grad_hooks", None)
+    )
+
+
+# -- Dynamo ---------------------------------------------------------------------------------------
+
+
+class dynamo_settings:
+    """Set Dynamo's configuration for one call, cheaply enough for every call.
+
+    `torch._dynamo.config.patch` costs more than a small step's launch.
+    """
+
+    __slots__ = ("_saved", "_wanted")
+
+    def __init__(self, **wanted: Any) -> None:
+        self._wanted = wanted
+        self._saved: dict[str, Any] = {}
+
+    def __enter__(self) -> None:
+        config = torch._dynamo.config
+        for name, value in self._wanted.items():
+            before = getattr(config, name)
+            if before != value:
+                self._saved[name] = before
+                setattr(config, name, value)
+
+    def __exit__(self, *_: object) -> None:
+        for name, value in self._saved.items():
+            setattr(torch._dynamo.config, name, value)
+        self._saved.clear()
+
+
+def static_by_address(placeholder: fx.Node) -> bool:
+    """Whether Dynamo marked this graph input as one that keeps its address."""
+    facts = placeholder.meta.get("tensor_dict") or {}
+    return bool(facts.get("_dynamo_static_input_type"))
+
+
+def user_cause(error: BaseException) -> BaseException:
+    """The first error below the wrappers that Dynamo and its backends put around it."""
+    wrappers = (torch._dynamo.exc.BackendCompilerFailed,)
+    while isinstance(error, wrappers):
+        inner = getattr(error, "inner_exception", None) or error.__cause__
+        if inner is None:
+            break
+        error = inner
+    return error
+
+
+CAPTURE_ERRORS: tuple[type[BaseException], ...] = (torch._dynamo.exc.TorchDynamoException,)
+"""What Dynamo raises when it can't take a whole frame."""
+
+
+def reset_frame(code: object) -> None:
+    """Forget every graph that Dynamo compiled for one code object."""
+    torch._dynamo.eval_frame.remove_from_cache(code)
+
+
+# -- autograd links -------------------------------------------------------------------------------
+
+
+def linked_grad(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+    """torch.autograd.grad, with each backward node carrying its forward node's sequence number."""
+    from torch._functorch._aot_autograd.logging_utils import setup_stacktrace_preservation_hooks
+
+    roots = outputs if isinstance(outputs, list | tuple) else [outputs]
+    setup_stacktrace_preservation_hooks([t.grad_fn for t in roots if t.grad_fn is not None])
+    return torch.autograd.grad(outputs, inputs, *args, **kwargs)
+
+
+# -- AOTAutograd ----------------------------------------------------------------------------------
+
+_KEPT_WHOLE = (
+    "aten.mm", "aten.bmm", "aten.addmm", "aten.baddbmm", "aten.convolution",
+    "aten._scaled_dot_product", "aten.scaled_dot_product", "aten._flash", "aten._efficient",
+    "aten.embedding", "aten.index_put", "aten.scatter", "aten._foreach", "aten._fused",
+    "aten.native_dropout", "aten.nll_loss", "aten._softmax", "aten._log_softmax",
+    "aten.native_layer_norm", "aten.native_group_norm", "aten.native_batch_norm",
+    "aten._native_batch_norm", "aten.cudnn_batch_norm", "aten.miopen_batch_norm",
+    "aten._batch_norm", "aten.batch_norm", "aten._fused_rms_norm", "aten.index_add",
+    "aten.bernoulli", "aten.rand", "aten.randn", "aten.randint", "aten.uniform", "aten.normal",
+)  # fmt: skip
+"""Ops that stay one node until recompute has run, or for good; see the op table."""
+
+
+def capture_decompositions() -> dict[Any, Callable[..., Any]]:
+    """The decompositions AOTAutograd applies while it traces a step."""
+    return {
+        op: rule
+        for op, rule in select_decomp_table().items()
+        if not str(op).startswith(_KEPT_WHOLE)
+    }
+
+
+def aot(
+    gm: fx.GraphModule,
+    inputs: Sequence[Any],
+    *,
+    forward: Callable[..., Any],
+    inference: Callable[..., Any],
+    backward: Callable[..., Any] | None = None,
+    partition: Callable[..., Any] | None = None,
+) -> Callable[..., Any]:
+    """Run AOTAutograd over a Dynamo graph; the callables get (ATen graph, example inputs)."""
+    extra: dict[str, Any] = {}
+    if backward is not None:
+        extra["bw_compiler"] = backward
+    if partition is not None:
+        extra["partition_fn"] = partition
+    with torch.fx.traceback.preserve_node_meta():
+        return _aot_autograd(
+            fw_compiler=forward,
+            inference_compiler=inference,
+            decompositions=capture_decompositions(),
+            keep_inference_input_mutations=True,
+            **extra,
+        )(gm, inputs)
+
+
+def boxed(fn: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
+    """Mark a callable that takes its arguments as one list, which it may empty."""
+    fn._boxed_call = True  # type: ignore[attr-defined]  # AOTAutograd's own protocol
+    return fn
+
+
+def functionalized_effect(node: fx.Node, op: Any) -> Mapping[str, Any] | None:
+    """Arguments of a mutating custom op that AOTAutograd made functional, or None."""
+    from torch._higher_order_ops.auto_functionalize import (
+        auto_functionalized,
+        auto_functionalized_v2,
+    )
+
+    if node.target not in (auto_functionalized, auto_functionalized_v2) or node.args[0] is not op:
+        return None
+    return node.kwargs

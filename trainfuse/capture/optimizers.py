@@ -1,0 +1,430 @@
+"""Optimizers as one effect node: what is supported, and torch's own update as a template.
+
+No update rule is written here. torch.optim's single-tensor update is traced on one parameter; the
+trace is the template that code generation runs over the whole parameter list.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.optim.adam import adam
+from torch.optim.sgd import sgd
+
+from autodiff.graph import Refusal
+from trainfuse.capture import compat
+
+_TRACED_LENGTH = 7
+"""Elements of the traced parameter: any length over 1 gives the same nodes."""
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateTemplate:
+    """torch's update of one parameter, traced.
+
+    gm: functional ATen over 1-D tensors; placeholders are named by `roles`, outputs by `written`.
+    roles: "param", "grad", state names, then "step" (fp32, 0-d, one per parameter; absent for
+    optimizers without one) and "lr" (fp64, 0-d, shared by a parameter group).
+    """
+
+    gm: fx.GraphModule
+    roles: tuple[str, ...]
+    written: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """Parameters that one launch updates: same template, same dtypes, same group.
+
+    positions: indices into the parameter list of the effect node.
+    """
+
+    template: UpdateTemplate
+    positions: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerRow:
+    """What trainfuse knows of one optimizer class.
+
+    states: names of the per-parameter tensors for one param group.
+    call: torch's functional update over lists, given a group and role -> tensor.
+    fixed: group options that the template bakes in; a change makes a new handle.
+    refuse: why a group can't be taken, or None.
+    """
+
+    states: Callable[[Mapping[str, Any]], tuple[str, ...]]
+    call: Callable[[Mapping[str, Any], dict[str, Tensor]], None]
+    fixed: tuple[str, ...]
+    has_step: bool
+    refuse: Callable[[Mapping[str, Any]], str | None]
+
+
+def _adam_states(group: Mapping[str, Any]) -> tuple[str, ...]:
+    return ("exp_avg", "exp_avg_sq") + (("max_exp_avg_sq",) if group["amsgrad"] else ())
+
+
+def _call_adam(group: Mapping[str, Any], t: dict[str, Tensor]) -> None:
+    # capturable: the branch that keeps step and lr on the device. The step is a double here, as
+    # the host-side branch computes its bias corrections in Python floats.
+    adam(
+        [t["param"]],
+        [t["grad"]],
+        [t["exp_avg"]],
+        [t["exp_avg_sq"]],
+        [t["max_exp_avg_sq"]] if group["amsgrad"] else [],
+        [t["step"]],
+        foreach=False,
+        capturable=True,
+        fused=False,
+        amsgrad=group["amsgrad"],
+        beta1=group["betas"][0],
+        beta2=group["betas"][1],
+        lr=t["lr"],
+        weight_decay=group["weight_decay"],
+        eps=group["eps"],
+        maximize=group["maximize"],
+        decoupled_weight_decay=group["decoupled_weight_decay"],
+    )
+
+
+def _call_sgd(group: Mapping[str, Any], t: dict[str, Tensor]) -> None:
+    sgd(
+        [t["param"]],
+        [t["grad"]],
+        [t.get("momentum_buffer")],
+        foreach=False,
+        fused=False,
+        weight_decay=group["weight_decay"],
+        momentum=group["momentum"],
+        lr=t["lr"],
+        dampening=group["dampening"],
+        nesterov=group["nesterov"],
+        maximize=group["maximize"],
+    )
+
+
+def _refuse_common(group: Mapping[str, Any]) -> str | None:
+    if group.get("differentiable"):
+        return "differentiable=True asks for gradients through the update"
+    for name in ("betas", "weight_decay", "eps", "momentum"):
+        value = group.get(name)
+        if any(isinstance(v, Tensor) for v in (value if isinstance(value, tuple) else (value,))):
+            return f"{name} is a tensor"
+    if any(p.is_complex() for p in group["params"]):
+        return "complex parameters"
+    if any(p.is_sparse for p in group["params"]):
+        return "sparse parameters"
+    return None
+
+
+def _refuse_sgd(group: Mapping[str, Any]) -> str | None:
+    if group["momentum"] and group["dampening"]:
+        return "SGD with dampening treats its first step apart"
+    return _refuse_common(group)
+
+
+_ADAM = OptimizerRow(
+    _adam_states,
+    _call_adam,
+    ("betas", "eps", "weight_decay", "amsgrad", "maximize", "decoupled_weight_decay"),
+    True,
+    _refuse_common,
+)
+_SGD = OptimizerRow(
+    lambda group: ("momentum_buffer",) if group["momentum"] else (),
+    _call_sgd,
+    ("momentum", "dampening", "weight_decay", "nesterov", "maximize"),
+    False,
+    _refuse_sgd,
+)
+ROWS: Mapping[type, OptimizerRow] = MappingProxyType(
+    {torch.optim.Adam: _ADAM, torch.optim.AdamW: _ADAM, torch.optim.SGD: _SGD}
+)
+
+
+def trace_template(
+    row: OptimizerRow, group: Mapping[str, Any], param_dtype: torch.dtype, grad_dtype: torch.dtype
+) -> UpdateTemplate:
+    """Trace torch's own update of one flat parameter into a functional ATen graph."""
+    states = row.states(group)
+    roles = ("param", "grad", *states, *(("step",) if row.has_step else ()), "lr")
+    written = ("param", *states, *(("step",) if row.has_step else ()))
+
+    def update(*tensors: Tensor) -> tuple[Tensor, ...]:
+        named = dict(zip(roles, tensors, strict=True))
+        for name in written:
+            named[name] = named[name].clone()
+        step = named.get("step")
+        if step is not None:
+            named["step"] = step.double()
+        with torch.no_grad(), compat.pretend_compiling():
+            row.call(group, named)
+        if step is not None:
+            named["step"] = named["step"].to(step.dtype)
+        return tuple(named[name] for name in written)
+
+    def example(role: str) -> Tensor:
+        if role == "step":
+            return torch.ones((), dtype=torch.float32)
+        if role == "lr":
+            return torch.full((), 0.1, dtype=torch.float64)
+        return torch.ones(_TRACED_LENGTH, dtype=grad_dtype if role == "grad" else param_dtype)
+
+    traced = make_fx(
+        torch.func.functionalize(update), tracing_mode="fake", _allow_non_fake_inputs=False
+    )(*(example(role) for role in roles))
+    for node, role in zip(traced.graph.find_nodes(op="placeholder"), roles, strict=True):
+        node.name = role
+    _tidy_template(traced)
+    return UpdateTemplate(traced, roles, written)
+
+
+def _tidy_template(traced: fx.GraphModule) -> None:
+    """Drop copies, and keep the learning rate on the device where SGD would read it back."""
+    aten = torch.ops.aten
+    for node in list(traced.graph.nodes):
+        if node.target in (aten.clone.default, aten.detach.default):
+            node.replace_all_uses_with(node.args[0])
+        elif node.target is aten.copy.default:
+            node.replace_all_uses_with(node.args[1])
+        elif node.target is aten.add.Tensor and isinstance(node.kwargs.get("alpha"), fx.Node):
+            base, scaled = node.args
+            scalar = node.kwargs["alpha"]
+            assert scalar.target is aten._local_scalar_dense.default, scalar.target
+            with traced.graph.inserting_before(node):
+                product = traced.graph.call_function(
+                    aten.mul.Tensor, (scaled, scalar.args[0])
+                )
+            product.meta["val"] = scaled.meta["val"]
+            node.args = (base, product)
+            node.kwargs = {}
+    # reading a scalar back counts as impure, so it would survive
+    traced.graph.eliminate_dead_code(
+        lambda n: n.op in ("placeholder", "output")
+    )
+    traced.graph.lint()
+    traced.recompile()
+
+
+class UpdateHandle:
+    """What stands behind one effect node: an optimizer, its state, and device scalars.
+
+    The handle is bound to the group options it was made with; `handle_for` makes another one when
+    they change. Learning rates are device scalars, refreshed by `before_step`.
+    """
+
+    def __init__(self, number: int, optimizer: torch.optim.Optimizer, signature: object) -> None:
+        self.id = number
+        self.signature = signature
+        self._optimizer = weakref.ref(optimizer)
+        self.row = ROWS[type(optimizer)]
+        self.params: list[Tensor] = [p for g in optimizer.param_groups for p in g["params"]]
+        self._index = {id(p): i for i, p in enumerate(self.params)}
+        self._group_of = [n for n, g in enumerate(optimizer.param_groups) for _ in g["params"]]
+        self._lr: dict[tuple[int, torch.device], Tensor] = {}
+        self._lr_seen: dict[tuple[int, torch.device], float] = {}
+        self._steps: dict[torch.device, Tensor] = {}
+        self._steps_stale = True
+        self._templates: dict[object, UpdateTemplate] = {}
+        self.zeroed = False
+        optimizer.register_load_state_dict_post_hook(self._mark_stale)
+        optimizer.register_step_post_hook(self._mark_stale)
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """The optimizer itself, alive as long as the user's step holds it."""
+        optimizer = self._optimizer()
+        assert optimizer is not None, "the optimizer of a live plan was collected"
+        return optimizer
+
+    def _mark_stale(self, *_: object) -> None:
+        self._steps_stale = True
+
+    def index_of(self, param: Tensor) -> int:
+        """Position of a parameter in the optimizer's flat list."""
+        return self._index[id(param)]
+
+    # -- binding a plan -----------------------------------------------------------------------
+
+    def buckets(
+        self, indices: Sequence[int], grad_dtypes: Sequence[torch.dtype]
+    ) -> tuple[Bucket, ...]:
+        """Group the parameters of one effect node by template; makes missing state.
+
+        indices: flat parameter indices in the node's order; grad_dtypes: one a parameter.
+        """
+        groups = self.optimizer.param_groups
+        found: dict[object, list[int]] = {}
+        for position, (index, grad_dtype) in enumerate(zip(indices, grad_dtypes, strict=True)):
+            param = self.params[index]
+            key = (self._group_of[index], param.dtype, grad_dtype, param.device)
+            found.setdefault(key, []).append(position)
+            self._make_state(index)
+            if key not in self._templates:
+                group = groups[self._group_of[index]]
+                self._templates[key] = trace_template(self.row, group, param.dtype, grad_dtype)
+        return tuple(
+            Bucket(self._templates[key], tuple(positions)) for key, positions in found.items()
+        )
+
+    def _make_state(self, index: int) -> None:
+        """Create a parameter's optimizer state as torch would on its first step."""
+        param = self.params[index]
+        optimizer = self.optimizer
+        group = optimizer.param_groups[self._group_of[index]]
+        state = optimizer.state[param]
+        if self.row.has_step and "step" not in state:
+            on_device = group.get("capturable") or group.get("fused")
+            double = torch.get_default_dtype() == torch.float64 and not group.get("fused")
+            state["step"] = torch.zeros(
+                (),
+                dtype=torch.float64 if double else torch.float32,
+                device=param.device if on_device else "cpu",
+            )
+            self._steps_stale = True
+        for name in self.row.states(group):
+            if state.get(name) is None:
+                # a zero momentum buffer gives torch's first step too: 0 * momentum + grad
+                state[name] = torch.zeros_like(param, memory_format=torch.preserve_format)
+
+    def tensor(self, index: int, role: str) -> Tensor:
+        """The device tensor that plays a role ("param", a state name, "step", "lr")."""
+        param = self.params[index]
+        match role:
+            case "param":
+                return param
+            case "lr":
+                return self._lr_scalar(self._group_of[index], param.device)
+            case "step":
+                return self._step_vector(param.device)[index]
+            case _:
+                return self.optimizer.state[param][role]
+
+    def _lr_scalar(self, group: int, device: torch.device) -> Tensor:
+        key = (group, device)
+        if key not in self._lr:
+            self._lr[key] = torch.empty((), dtype=torch.float64, device=device)
+            self._refresh_lr(key)
+        return self._lr[key]
+
+    def _refresh_lr(self, key: tuple[int, torch.device]) -> None:
+        lr = self.optimizer.param_groups[key[0]]["lr"]
+        if isinstance(lr, Tensor):
+            self._lr[key].copy_(lr)
+        elif lr != self._lr_seen.get(key):
+            self._lr[key].fill_(lr)
+            self._lr_seen[key] = lr
+
+    def _step_vector(self, device: torch.device) -> Tensor:
+        if device not in self._steps:
+            self._steps[device] = torch.zeros(len(self.params), device=device)
+            self._steps_stale = True
+        if self._steps_stale:
+            self._refresh_steps()
+        return self._steps[device]
+
+    def _refresh_steps(self) -> None:
+        state = self.optimizer.state
+        values = [
+            float(state[p]["step"]) if p in state and "step" in state[p] else 0.0
+            for p in self.params
+        ]
+        for vector in self._steps.values():
+            vector.copy_(torch.tensor(values))
+        self._steps_stale = False
+
+    # -- around each step ----------------------------------------------------------------------
+
+    def before_step(self) -> None:
+        """Bring device scalars up to date with what the user or a scheduler changed."""
+        for key in self._lr:
+            self._refresh_lr(key)
+        if self._steps_stale and self._steps:
+            self._refresh_steps()
+
+    def after_step(self, indices: Sequence[int]) -> None:
+        """Advance the visible step counters after a kernel advanced the device's.
+
+        indices: flat indices of the parameters that the executed plan updated.
+        """
+        if self.row.has_step:
+            state = self.optimizer.state
+            torch._foreach_add_([state[self.params[i]]["step"] for i in indices], 1)
+
+    def run_eager(self, indices: Sequence[int], grads: Sequence[Tensor]) -> None:
+        """torch's own step for these gradients, with every other gradient set aside."""
+        kept = [p.grad for p in self.params]
+        try:
+            for p in self.params:
+                p.grad = None
+            for index, grad in zip(indices, grads, strict=True):
+                self.params[index].grad = grad
+            type(self.optimizer).step(self.optimizer)
+        finally:
+            for p, grad in zip(self.params, kept, strict=True):
+                p.grad = grad
+            self._steps_stale = True
+
+
+_HANDLES: weakref.WeakValueDictionary[int, UpdateHandle] = weakref.WeakValueDictionary()
+_LATEST: weakref.WeakKeyDictionary[torch.optim.Optimizer, UpdateHandle] = (
+    weakref.WeakKeyDictionary()
+)
+_NUMBERS = itertools.count(1)
+
+
+def refuse_optimizer(optimizer: torch.optim.Optimizer) -> Refusal | None:
+    """Why an optimizer's step can't be part of a whole step, or None."""
+    name = type(optimizer).__name__
+    row = ROWS.get(type(optimizer))
+    if row is None:
+        known = ", ".join(sorted(t.__name__ for t in ROWS))
+        return Refusal("capture", f"optimizer {name} has no traced update (known: {known})", name)
+    if compat.has_step_hooks(optimizer, ours=UpdateHandle._mark_stale):
+        return Refusal("capture", f"{name} has step hooks, which a whole step would skip", name)
+    for group in optimizer.param_groups:
+        reason = row.refuse(group)
+        if reason is not None:
+            return Refusal("capture", f"{name}: {reason}", name)
+    return None
+
+
+def handle_for(optimizer: torch.optim.Optimizer) -> UpdateHandle:
+    """The optimizer's handle; a new one once its options or parameter list changed."""
+    row = ROWS[type(optimizer)]
+    signature = tuple(
+        (tuple(group[name] for name in row.fixed), tuple(map(id, group["params"])))
+        for group in optimizer.param_groups
+    )
+    handle = _LATEST.get(optimizer)
+    if handle is None or handle.signature != signature:
+        handle = UpdateHandle(next(_NUMBERS), optimizer, signature)
+        _HANDLES[handle.id] = handle
+        _LATEST[optimizer] = handle
+    return handle
+
+
+def find_handle(number: int) -> UpdateHandle:
+    """The live handle behind an effect node's number."""
+    return _HANDLES[number]
+
+
+@torch.library.custom_op("trainfuse::update", mutates_args=("params",))
+def update(params: list[Tensor], grads: list[Tensor], handle: int) -> None:
+    """One optimizer step over `params`; state and options stand behind `handle`."""
+    owner = find_handle(handle)
+    owner.run_eager([owner.index_of(p) for p in params], grads)
+
+
+@update.register_fake
+def _(params: list[Tensor], grads: list[Tensor], handle: int) -> None:
+    return None
