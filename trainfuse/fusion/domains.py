@@ -1,0 +1,440 @@
+"""The iteration domain of a group of nodes: axes, who reads which, and what is reduced.
+
+Every tensor dim gets its axes by unification (axes.py): pointwise operands walk together, reshapes
+split, permutations reorder, expansions and creations bring axes of their own. Axes are then
+divided in rows and columns, from which the code generator picks a schedule.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, Literal
+
+import torch
+from torch import fx
+
+from autodiff.graph import Refusal
+from autodiff.ops import lookup
+from trainfuse.fusion.axes import Axis, DimMap, fresh_dims, leaves, regroup, unify
+
+DomainKind = Literal["pointwise", "row", "column", "row_column", "full"]
+
+# Column accumulators of a row-and-column kernel live in registers; wider rows spill.
+MAX_ROW_COLUMN_WIDTH = 8192
+# A reduction over everything that is read back runs in one program, so it must stay small.
+MAX_SINGLE_PROGRAM = 1 << 16
+
+aten = torch.ops.aten
+# Views that keep the row-major order of elements: a reshape to the output's shape.
+RESHAPES = frozenset(
+    {
+        aten.view.default,
+        aten._unsafe_view.default,
+        aten.reshape.default,
+        aten.unsqueeze.default,
+        aten.squeeze.default,
+        aten.squeeze.dim,
+        aten.squeeze.dims,
+        aten.alias.default,
+        aten.detach.default,
+        aten.flatten.using_ints,
+        aten.unflatten.int,
+    }
+)
+# Reductions whose first argument alone decides the map; every other reduction is refused.
+REDUCTIONS = frozenset(
+    {
+        aten.sum.default,
+        aten.sum.dim_IntList,
+        aten.mean.default,
+        aten.mean.dim,
+        aten.amax.default,
+        aten.amin.default,
+        aten.max.default,
+        aten.min.default,
+        aten.prod.default,
+        aten.prod.dim_int,
+        aten.any.default,
+        aten.any.dim,
+        aten.any.dims,
+        aten.all.default,
+        aten.all.dim,
+        aten.all.dims,
+        aten.var.correction,
+        aten.var_mean.correction,
+        aten.linalg_vector_norm.default,
+    }
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Domain:
+    """Iteration space of a group.
+
+    sizes: elements of each axis, none of them 1.
+    axes: for each value, internal or external, and each of its dims, the axes that make it up,
+    outermost first; () for a dim of one element.
+    reduced: the axes that each reduction node sums over.
+    rows, cols: ordered partition of the axes, outermost first. Row reductions reduce cols, column
+    reductions reduce rows.
+    """
+
+    sizes: tuple[int, ...]
+    axes: Mapping[fx.Node, tuple[tuple[int, ...], ...]]
+    reduced: Mapping[fx.Node, frozenset[int]]
+    rows: tuple[int, ...]
+    cols: tuple[int, ...]
+    kind: DomainKind
+
+    def extent(self, axes: Iterable[int]) -> int:
+        """Number of elements that a set of axes spans."""
+        total = 1
+        for axis in axes:
+            total *= self.sizes[axis]
+        return total
+
+
+class Misfit(Exception):
+    """A node that has no place in one iteration space; becomes a Refusal in `infer`."""
+
+    def __init__(self, node: fx.Node, reason: str) -> None:
+        super().__init__(reason)
+        self.node = node
+        self.reason = reason
+
+
+@lru_cache(maxsize=None)
+def _positions(target: Any) -> dict[str, tuple[int, Any]]:
+    """Position and default of every schema argument of an op, by name."""
+    return {
+        arg.name: (index, arg.default_value if arg.has_default_value() else None)
+        for index, arg in enumerate(target._schema.arguments)
+    }
+
+
+def argument(node: fx.Node, name: str) -> Any:
+    """A node's argument by schema name, or its default; None when the op has no such argument."""
+    index, default = _positions(node.target).get(name, (None, None))
+    if name in node.kwargs:
+        return node.kwargs[name]
+    if index is not None and index < len(node.args):
+        return node.args[index]
+    return default
+
+
+def shape_of(node: fx.Node) -> tuple[int, ...]:
+    """Shape of a node's (first) tensor value; Misfit unless it is static."""
+    value = node.meta.get("val")
+    if isinstance(value, tuple | list):
+        value = value[0]
+    if not isinstance(value, torch.Tensor):
+        raise Misfit(node, "its value is not a tensor")
+    shape = tuple(value.shape)
+    for size in shape:
+        if type(size) is not int:
+            raise Misfit(node, "its shape is dynamic; plans are static")
+        if size == 0:
+            raise Misfit(node, "it has no elements")
+    return shape
+
+
+def infer(nodes: Sequence[fx.Node]) -> Domain | Refusal:
+    """The domain of `nodes` (in topological order), or why they share none.
+
+    Pure and linear in the number of nodes: reads targets, arguments and meta["val"] only.
+    Everything read by `nodes` and not among them is an external value.
+    """
+    try:
+        inference = _Inference(nodes)
+        return inference.domain()
+    except Misfit as misfit:
+        return Refusal("fusion", misfit.reason, f"{misfit.node.name}: {misfit.node.target}")
+
+
+class _Inference:
+    """One run of `infer`: dims of every value, then numbering, then classification."""
+
+    def __init__(self, nodes: Sequence[fx.Node]) -> None:
+        self.nodes = nodes
+        self.members = set(nodes)
+        self.dims: dict[fx.Node, DimMap] = {}
+        self.reduced_dims: dict[fx.Node, tuple[Axis, ...]] = {}
+        for node in nodes:
+            self.dims[node] = self.visit(node)
+
+    # Unification.
+
+    def read(self, node: fx.Node) -> DimMap:
+        """Dims of an operand; a fresh map at an external value's first use."""
+        found = self.dims.get(node)
+        if found is None:
+            found = self.dims[node] = fresh_dims(shape_of(node))
+        return found
+
+    def visit(self, node: fx.Node) -> DimMap:
+        target = node.target
+        if node.op != "call_function":
+            raise Misfit(node, "it is not an operation")
+        if getattr(target, "__name__", "") == "getitem":
+            return self.read(node.args[0])  # type: ignore[arg-type]  # getitem's first argument
+        kind = lookup(target).kind
+        if kind == "pointwise":
+            return self.pointwise(node)
+        if kind == "view":
+            return self.view(node)
+        if kind == "reduction":
+            return self.reduction(node)
+        if kind in ("creation", "rng"):
+            return self.creation(node)
+        if target is aten.gather.default:
+            return self.gather(node)
+        raise Misfit(node, f"{kind} operations are not fused")
+
+    def pointwise(self, node: fx.Node) -> DimMap:
+        shape = shape_of(node)
+        dims: list[tuple[Axis, ...] | None] = [None if size > 1 else () for size in shape]
+        for operand in node.all_input_nodes:
+            walk = self.read(operand)
+            offset = len(dims) - len(walk)
+            for index, axes in enumerate(walk, offset):
+                if axes:
+                    known = dims[index]
+                    if known is None:
+                        dims[index] = axes
+                    elif not unify(known, axes):
+                        raise Misfit(node, "its operands divide a dim in ways that don't fit")
+        return tuple((Axis(shape[i]),) if dim is None else dim for i, dim in enumerate(dims))
+
+    def creation(self, node: fx.Node) -> DimMap:
+        for operand in node.all_input_nodes:
+            # The seed of a mask is read; the model of a full_like is not, but it is an input.
+            if operand in self.members or operand.meta["val"].numel() == 1:
+                self.read(operand)
+        return fresh_dims(shape_of(node))
+
+    def view(self, node: fx.Node) -> DimMap:
+        source: Any = node.args[0]
+        walk, target = self.read(source), node.target
+        if target in RESHAPES:
+            dims = regroup([axis for dim in walk for axis in dim], shape_of(node))
+            if dims is None:
+                raise Misfit(node, "this reshape does not split axes evenly")
+            return dims
+        rank = len(walk)
+        if target is aten.permute.default:
+            return tuple(walk[dim % rank] for dim in argument(node, "dims"))
+        if target is aten.t.default:
+            return walk[::-1]
+        if target is aten.transpose.int and rank:
+            order = list(range(rank))
+            first, second = argument(node, "dim0") % rank, argument(node, "dim1") % rank
+            order[first], order[second] = second, first
+            return tuple(walk[dim] for dim in order)
+        if target is aten.expand.default:
+            shape = shape_of(node)
+            walk = ((),) * (len(shape) - rank) + walk
+            return tuple(
+                (Axis(size),) if not axes and size > 1 else axes
+                for size, axes in zip(shape, walk, strict=True)
+            )
+        raise Misfit(node, "this view is no map of whole axes")
+
+    def reduction(self, node: fx.Node) -> DimMap:
+        if node.target not in REDUCTIONS:
+            raise Misfit(node, "this reduction has no kernel")
+        walk = self.read(node.args[0])  # type: ignore[arg-type]  # the reduced tensor
+        rank = len(walk)
+        dims = argument(node, "dim")
+        if dims is None or dims == []:
+            chosen = frozenset(range(rank))
+        else:
+            dims = [dims] if isinstance(dims, int) else dims
+            chosen = frozenset(dim % rank for dim in dims) if rank else frozenset()
+        self.reduced_dims[node] = tuple(axis for dim in chosen for axis in walk[dim])
+        if argument(node, "keepdim"):
+            return tuple(() if dim in chosen else axes for dim, axes in enumerate(walk))
+        return tuple(axes for dim, axes in enumerate(walk) if dim not in chosen)
+
+    def gather(self, node: fx.Node) -> DimMap:
+        """One element of each row: a reduction that selects where the column is the index."""
+        source, dim, index = node.args[:3]
+        walk = self.read(source)  # type: ignore[arg-type]  # gather's first argument
+        picked = self.read(index)  # type: ignore[arg-type]  # gather's index
+        if not walk or dim.__class__ is not int:
+            raise Misfit(node, "gather from a scalar")
+        dim = dim % len(walk)  # type: ignore[operator]  # an int, as just checked
+        outer_match = shape_of(source)[:dim] + shape_of(source)[dim + 1 :]  # type: ignore[arg-type]
+        if picked[dim] or outer_match != shape_of(node)[:dim] + shape_of(node)[dim + 1 :]:
+            raise Misfit(node, "only a gather of one element a row is fused")
+        for position, axes in enumerate(walk):
+            if position != dim and not unify(axes, picked[position]):
+                raise Misfit(node, "its operands divide a dim in ways that don't fit")
+        self.reduced_dims[node] = walk[dim]
+        return tuple(() if position == dim else axes for position, axes in enumerate(walk))
+
+    # Numbering.
+
+    def domain(self) -> Domain:
+        resolved = self.resolve()
+        everything = {axis for dims in resolved.values() for dim in dims for axis in dim}
+        covers = [node for node, dims in resolved.items() if _spans(dims, everything)]
+        if not covers and self.unify_shapes(resolved):
+            resolved = self.resolve()
+            everything = {axis for dims in resolved.values() for dim in dims for axis in dim}
+            covers = [node for node, dims in resolved.items() if _spans(dims, everything)]
+        if not covers:
+            raise Misfit(self.nodes[-1], "its values share no single iteration space")
+        order = _memory_order(covers, resolved)
+        number = {axis: index for index, axis in enumerate(order)}
+        axes = {
+            node: tuple(tuple(number[axis] for axis in dim) for dim in dims)
+            for node, dims in resolved.items()
+        }
+        for node, dims in axes.items():
+            flat = [axis for dim in dims for axis in dim]
+            if len(set(flat)) != len(flat):
+                raise Misfit(node, "it would be read by two different maps")
+        reduced = {
+            node: frozenset(number[axis] for axis in leaves(dims))
+            for node, dims in self.reduced_dims.items()
+        }
+        sizes = tuple(axis.size for axis in order)
+        rows, cols, kind = self.classify(sizes, axes, reduced)
+        return Domain(sizes, axes, reduced, rows, cols, kind)
+
+    def resolve(self) -> dict[fx.Node, DimMap]:
+        return {node: tuple(tuple(leaves(dim)) for dim in dims) for node, dims in self.dims.items()}
+
+    def unify_shapes(self, resolved: Mapping[fx.Node, DimMap]) -> bool:
+        """Join parts that have the largest value's shape but not its axes, as siblings do."""
+        largest = max(resolved, key=lambda node: len([a for dim in resolved[node] for a in dim]))
+        shape, model = shape_of(largest), resolved[largest]
+        joined = False
+        for node, dims in resolved.items():
+            if dims != model and shape_of(node) == shape:
+                joined = all(unify(a, b) for a, b in zip(model, dims, strict=True))
+                if not joined:
+                    return False
+        return joined
+
+    # Classification.
+
+    def classify(
+        self,
+        sizes: tuple[int, ...],
+        axes: Mapping[fx.Node, tuple[tuple[int, ...], ...]],
+        reduced: Mapping[fx.Node, frozenset[int]],
+    ) -> tuple[tuple[int, ...], tuple[int, ...], DomainKind]:
+        """Rows, columns and kind, from what is reduced and what reads the results."""
+        every = frozenset(range(len(sizes)))
+        own = {node: frozenset(axis for dim in dims for axis in dim) for node, dims in axes.items()}
+        taken: dict[fx.Node, frozenset[int]] = {}  # axes reduced somewhere above a node
+        read_back: frozenset[int] = frozenset()
+        for node in self.nodes:
+            above = frozenset().union(*(taken.get(n, frozenset()) for n in node.all_input_nodes))
+            read_back |= own[node] & above
+            taken[node] = above | reduced.get(node, frozenset())
+        space = {node: own[node] | axes_ for node, axes_ in reduced.items() if axes_}
+        if not space:
+            return (), tuple(sorted(every)), "pointwise"
+        if read_back:
+            touched = [reduced[node] for node in space if reduced[node] & read_back]
+            cols = frozenset().union(*touched)
+        else:
+            inner = [reduced[n] for n in space if reduced[n] != every and max(every) in reduced[n]]
+            outer = [reduced[n] for n in space if reduced[n] != every]
+            if not outer:
+                cols = frozenset()
+            else:
+                cols = inner[0] if inner else every - outer[0]
+        rows = every - cols
+        sides = {n: self.direction(n, space[n], reduced[n], cols, rows) for n in space}
+        self.check_late(own, sides, rows)
+        kinds = set(sides.values())
+        kind: DomainKind = "row_column"
+        if kinds == {"cols"}:
+            kind = "row"
+        elif kinds == {"rows"}:
+            kind = "column" if cols else "full"
+        self.check_size(sizes, kind, rows, cols, read_back)
+        return tuple(sorted(rows)), tuple(sorted(cols)), kind
+
+    def direction(
+        self,
+        node: fx.Node,
+        space: frozenset[int],
+        reduced: frozenset[int],
+        cols: frozenset[int],
+        rows: frozenset[int],
+    ) -> Literal["cols", "rows", "both"]:
+        """Which side of the partition a reduction sums over; Misfit when it cuts across.
+
+        A value that lacks some of the axes to sum over would be counted once for each of them.
+        """
+        if cols and reduced == cols:
+            return "cols"
+        if rows and reduced == rows:
+            return "rows"
+        if reduced == space == rows | cols:
+            return "both"
+        raise Misfit(node, "it reduces other axes than the group's rows or columns")
+
+    def check_late(
+        self,
+        own: Mapping[fx.Node, frozenset[int]],
+        sides: Mapping[fx.Node, str],
+        rows: frozenset[int],
+    ) -> None:
+        """What follows a reduction over rows runs in the tail: it has no rows, reduces nothing."""
+        late: set[fx.Node] = set()
+        for node in self.nodes:
+            if any(operand in late for operand in node.all_input_nodes):
+                late.add(node)
+                if own[node] & rows:
+                    raise Misfit(node, "a reduction over rows is read back by every row")
+                if node in sides:
+                    raise Misfit(node, "a reduction over rows is reduced again")
+            elif sides.get(node, "cols") != "cols":
+                late.add(node)
+
+    def check_size(
+        self,
+        sizes: tuple[int, ...],
+        kind: DomainKind,
+        rows: frozenset[int],
+        cols: frozenset[int],
+        read_back: frozenset[int],
+    ) -> None:
+        """Limits of what one kernel can do."""
+        width = 1
+        for axis in cols:
+            width *= sizes[axis]
+        if kind == "row_column" and width > MAX_ROW_COLUMN_WIDTH:
+            raise Misfit(self.nodes[-1], "its columns are too many to accumulate in registers")
+        if kind == "row" and not rows and width > MAX_SINGLE_PROGRAM:
+            raise Misfit(self.nodes[-1], "a reduction over everything is read back")
+
+
+def _spans(dims: DimMap, everything: set[Axis]) -> bool:
+    return len({axis for dim in dims for axis in dim}) == len(everything)
+
+
+def _memory_order(covers: Sequence[fx.Node], resolved: Mapping[fx.Node, DimMap]) -> list[Axis]:
+    """All axes, outermost first, as the first dense value that spans them lies in memory."""
+    best: list[tuple[int, int, Axis]] = []
+    for node in covers:
+        value = node.meta["val"]
+        strides = (value[0] if isinstance(value, tuple | list) else value).stride()
+        best = []
+        position = 0
+        for stride, dim in zip(strides, resolved[node], strict=True):
+            inner = 1
+            for axis in reversed(dim):
+                best.append((-stride * inner, position, axis))
+                inner *= axis.size
+            position += 1
+        if all(stride for stride, _, _ in best):
+            break
+    return [axis for _, _, axis in sorted(best, key=lambda entry: entry[:2])]
