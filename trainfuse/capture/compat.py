@@ -11,6 +11,8 @@ from torch import Tensor, fx
 from torch._dynamo.backends.common import aot_autograd as _aot_autograd
 from torch._inductor.decomposition import select_decomp_table
 
+from autodiff.graph import Refusal
+
 # -- optimizers ---------------------------------------------------------------------------------
 
 
@@ -177,3 +179,31 @@ def functionalized_effect(node: fx.Node, op: Any) -> Mapping[str, Any] | None:
     if node.target not in (auto_functionalized, auto_functionalized_v2) or node.args[0] is not op:
         return None
     return node.kwargs
+
+
+def origin(
+    node: fx.Node,
+    dynamo: fx.GraphModule,
+    placeholders: Sequence[fx.Node],
+    examples: Sequence[Any],
+) -> tuple[Any, fx.Node | None]:
+    """The real value behind an ATen placeholder, and Dynamo's placeholder if it was one."""
+    desc = node.meta["desc"]
+    target = getattr(desc, "target", None)
+    if target is not None:
+        value: Any = dynamo
+        for part in target.split("."):
+            value = getattr(value, part)
+        return value, None
+    return examples[desc.idx], placeholders[desc.idx]
+
+
+def refusal_of(error: BaseException) -> Refusal:
+    """What Dynamo says of a frame it can't take whole, in one line, with the user's line."""
+    text = str(error).strip()
+    reason = text.splitlines()[0] if text else type(error).__name__
+    where = None
+    for frame in getattr(error, "real_stack", None) or ():
+        if "/torch/" not in frame.filename and "/trainfuse/capture/" not in frame.filename:
+            where = f"{frame.filename.rsplit('/', 1)[-1]}:{frame.lineno}"
+    return Refusal("capture", reason, where=where)
