@@ -1,0 +1,110 @@
+"""The reference evaluator: any training graph, node by node with ATen, in fp64 if asked."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils._pytree import tree_map
+
+from . import ops
+from .graph import TrainingGraph
+
+Update = Callable[[list[torch.Tensor], list[torch.Tensor], int], None]
+Environment = dict[fx.Node, Any]
+
+# Position of the dtype argument in operators that name an element type positionally.
+_DTYPE_POSITION = {
+    "prims.convert_element_type.default": 1,
+    "aten._softmax_backward_data.default": 3,
+    "aten._log_softmax_backward_data.default": 3,
+}
+_HALF_TO_FLOAT = {"aten._softmax.default", "aten._log_softmax.default"}
+
+
+def widen(value: Any, dtype: torch.dtype | None) -> Any:
+    """Give a floating tensor the working dtype; anything else passes through."""
+    if dtype is None or not isinstance(value, torch.Tensor) or not value.is_floating_point():
+        return value
+    return value.to(dtype)
+
+
+def _widen_literal(value: Any, dtype: torch.dtype) -> Any:
+    return dtype if isinstance(value, torch.dtype) and value.is_floating_point else value
+
+
+def _call(node: fx.Node, args: Any, kwargs: Any, dtype: torch.dtype | None) -> Any:
+    """Execute one node; with a working dtype, casts between floating types become no-ops."""
+    target: Any = node.target
+    if dtype is None:
+        return target(*args, **kwargs)
+    name = ops.op_name(target)
+    args = list(args)
+    position = _DTYPE_POSITION.get(name)
+    if position is not None:
+        args[position] = _widen_literal(args[position], dtype)
+    if name in _HALF_TO_FLOAT:
+        args[2] = False
+    kwargs = {
+        key: _widen_literal(value, dtype) if key in ("dtype", "out_dtype") else value
+        for key, value in kwargs.items()
+    }
+    result = target(*args, **kwargs)
+    return tree_map(lambda value: widen(value, dtype), result)
+
+
+def _run_update(node: fx.Node, args: Any, update: Update | None) -> None:
+    assert update is not None, f"{node.name} updates parameters: pass update="
+    update(*args)
+
+
+def run_nodes(
+    nodes: Iterable[fx.Node],
+    env: Environment,
+    *,
+    dtype: torch.dtype | None = None,
+    update: Update | None = None,
+) -> Environment:
+    """Execute call_function nodes in order and return env extended with their values.
+
+    env: the value of everything that the nodes read from outside. dtype: the type given to all
+    floating tensors, None to compute as the graph says. update: called as
+    update(params, grads, handle) at the update node. env itself is left alone.
+    """
+    values = {node: tree_map(lambda value: widen(value, dtype), env[node]) for node in env}
+    for node in nodes:
+        assert node.op == "call_function", node.format_node()
+        args, kwargs = fx.map_arg((node.args, node.kwargs), values.__getitem__)
+        if ops.lookup(node.target).kind == "effect":
+            values[node] = _run_update(node, args, update)
+        elif node.target is operator.getitem:
+            values[node] = args[0][args[1]]
+        else:
+            values[node] = _call(node, args, kwargs, dtype)
+    return values
+
+
+def run_graph(
+    tg: TrainingGraph,
+    args: Sequence[Any],
+    dtype: torch.dtype | None = None,
+    *,
+    update: Update | None = None,
+) -> list[Any]:
+    """Execute a training graph: user outputs, then the new values of the mutated inputs.
+
+    args: one value a placeholder, in order; none is written (the caller's update may write what
+    it is given). dtype: torch.float64 for the oracle, None for what the graph says.
+    """
+    env: Environment = {}
+    placeholders = [node for node in tg.graph.nodes if node.op == "placeholder"]
+    assert len(placeholders) == len(args), f"{len(placeholders)} inputs, {len(args)} given"
+    env.update(zip(placeholders, args, strict=True))
+    for node in tg.graph.nodes:
+        if node.op == "get_attr":
+            env[node] = operator.attrgetter(str(node.target))(tg.gm)
+    values = run_nodes(tg.nodes(), env, dtype=dtype, update=update)
+    return [values[out] if isinstance(out, fx.Node) else out for out in tg.output_nodes]

@@ -1,0 +1,122 @@
+"""Editing a copy of a training graph while its facts stay true."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._pytree import tree_leaves
+
+from . import ops
+from .graph import NodeFacts, TrainingGraph
+
+
+class GraphEdit:
+    """A private copy under edit: emit, replace and erase nodes, then `finish`.
+
+    Forward nodes that go away hand their name's links over to their replacement, so that a
+    backward node always names a forward node that exists.
+    """
+
+    __slots__ = ("_renamed", "facts", "graph", "mapping", "tg")
+
+    def __init__(self, tg: TrainingGraph) -> None:
+        self.tg, self.mapping = tg.copy()
+        self.graph = self.tg.graph
+        self.facts: dict[fx.Node, NodeFacts] = dict(self.tg.facts)
+        self._renamed: dict[str, str] = {}
+
+    def emit(
+        self,
+        target: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any] | None = None,
+        *,
+        fact: NodeFacts,
+        value: Any = None,
+    ) -> fx.Node:
+        """Insert a call at the graph's insertion point; its value is inferred unless given."""
+        node = self.graph.call_function(target, args, kwargs or {})
+        node.meta["val"] = infer(node) if value is None else value
+        self.facts[node] = fact
+        return node
+
+    def replace(self, old: fx.Node, new: fx.Node) -> None:
+        """Let every reader of old read new, and drop old."""
+        old.replace_all_uses_with(new)
+        self.rename(old, new)
+        self.erase(old)
+
+    def rename(self, old: fx.Node, new: fx.Node) -> None:
+        """Links to old's name become links to new's, when that is a computed value."""
+        if new.op == "call_function":
+            self._renamed[old.name] = new.name
+
+    def erase(self, node: fx.Node) -> None:
+        """Remove a node that nothing reads."""
+        self.graph.erase_node(node)
+        self.facts.pop(node, None)
+
+    def eliminate_dead(self) -> None:
+        """Remove unread nodes, latest first, keeping effects."""
+        for node in reversed(list(self.graph.nodes)):
+            if node.op in ("call_function", "get_attr") and not node.users:
+                if not ops.is_effect(node):
+                    self.erase(node)
+
+    def finish(self, **changes: Any) -> TrainingGraph:
+        """The edited training graph, links resolved and code regenerated."""
+        forward = {node.name for node, fact in self.facts.items() if fact.phase == "forward"}
+        facts: dict[fx.Node, NodeFacts] = {}
+        for node in self.graph.nodes:
+            if node.op != "call_function":
+                continue
+            fact = self.facts[node]
+            link = fact.forward_of
+            while link is not None and link in self._renamed:
+                link = self._renamed[link]
+            if link is not None and forward and link not in forward:
+                link = None
+            facts[node] = fact if link == fact.forward_of else _relink(fact, link)
+        self.tg.gm.recompile()
+        return self.tg.replace(facts=facts, **changes)
+
+
+def _relink(fact: NodeFacts, link: str | None) -> NodeFacts:
+    return NodeFacts(phase=fact.phase, forward_of=link, where=fact.where)
+
+
+def fake_mode_of(graph: fx.Graph) -> FakeTensorMode:
+    """The fake mode that the graph's values live in."""
+    for node in graph.nodes:
+        for value in tree_leaves(node.meta.get("val")):
+            if isinstance(value, FakeTensor):
+                return value.fake_mode
+    return FakeTensorMode()
+
+
+def value_of(argument: Any) -> Any:
+    """The recorded value of a node; literals are their own value."""
+    return argument.meta["val"] if isinstance(argument, fx.Node) else argument
+
+
+def infer(node: fx.Node) -> Any:
+    """Value of a call from the values of its arguments, by running it on fake tensors."""
+    args, kwargs = fx.map_arg((node.args, node.kwargs), value_of)
+    target: Any = node.target
+    mode = next(
+        (
+            value.fake_mode
+            for parent in node.all_input_nodes
+            for value in tree_leaves(parent.meta.get("val"))
+            if isinstance(value, FakeTensor)
+        ),
+        None,
+    )
+    with torch.no_grad():
+        if mode is None:
+            return target(*args, **kwargs)
+        with mode:
+            return target(*args, **kwargs)
