@@ -1,0 +1,1 @@
+"""Benchmarks of whole training steps: `python -m benchmarks.steps`, from the repository's root."""

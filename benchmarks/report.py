@@ -1,0 +1,148 @@
+"""Turn result files into the README's tables and plots, or fail if the README differs from them.
+
+python -m benchmarks.report             # print the tables
+python -m benchmarks.report --write     # and put them between the README's markers
+python -m benchmarks.report --check     # exit 1 if a table in the README differs
+python -m benchmarks.report --plot docs/steps.svg
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+COLUMNS = ("ms a step", "spread", "host ms", "peak GiB", "cold compile s", "gradient error")
+
+Row = dict[str, Any]
+
+
+def _figure(value: float | None, digits: int = 3) -> str:
+    return "n/a" if value is None else f"{value:.{digits}g}"
+
+
+def table(rows: list[Row]) -> str:
+    """Markdown table: a line a case and contender, with trainfuse's speed-up over each."""
+    lines = [
+        f"case | contender | {' | '.join(COLUMNS)} | trainfuse is",
+        "---|---" + "|---:" * (len(COLUMNS) + 1),
+    ]
+    ours = {row["case"]: row["ms"] for row in rows if row["contender"] == "trainfuse"}
+    for row in rows:
+        base = ours.get(row["case"])
+        known = base and row["ms"] and row["contender"] != "trainfuse"
+        faster = f"{row['ms'] / base:.2f}x as fast" if known else ""
+        figures = [
+            _figure(row["ms"]),
+            _figure(row["ms_spread"], 2),
+            _figure(row["host_ms"], 2),
+            _figure(row["peak_gib"]),
+            _figure(row["compile_s"]),
+            _figure(row["grad_error_ratio"]),
+        ]
+        lines.append(" | ".join((row["case"], row["contender"], *figures, faster)).rstrip())
+    return "\n".join(lines)
+
+
+def section(suite: str, result: dict[str, Any]) -> str:
+    """One results file as the README shows it: conditions, table, set-ups."""
+    e = result["environment"]
+    conditions = (
+        f"{e['gpu']}, driver {e['driver']}, torch {e['torch']}, triton {e['triton']}, "
+        f"Python {e['python']}, commit {e['commit']}, {e['date']}."
+    )
+    setups = {row["case"]: row["note"].split("; ")[0] for row in result["rows"]}
+    notes = "\n".join(f"- `{case}`: {note}." for case, note in setups.items())
+    meaning = (
+        "Whole steps with their optimizer (AdamW; fused in eager and torch.compile), contenders "
+        "interleaved in one process; median of rounds. Gradient error: against fp64, over eager's "
+        f"own, the largest over tensors (2 is the limit). `python -m benchmarks.{suite}`"
+    )
+    return f"{conditions}\n{meaning}\n\n{table(result['rows'])}\n\n{notes}"
+
+
+def load(folder: Path = RESULTS) -> dict[str, list[dict[str, Any]]]:
+    """Result files by suite, newest name last."""
+    suites: dict[str, list[dict[str, Any]]] = {}
+    for path in sorted(folder.glob("*.json")):
+        suites.setdefault(path.name.split("-")[0], []).append(json.loads(path.read_text()))
+    return suites
+
+
+def rendered(readme: str, suites: dict[str, list[dict[str, Any]]]) -> str:
+    """The README's text with every marked section replaced by what the results say."""
+
+    def fill(match: re.Match[str]) -> str:
+        suite = match["suite"]
+        parts = [section(suite, result) for result in suites.get(suite, [])]
+        body = "\n\n".join(parts) or "No results yet."
+        return f"<!-- results:{suite} -->\n{body}\n<!-- /results:{suite} -->"
+
+    pattern = r"<!-- results:(?P<suite>\w+) -->.*?<!-- /results:(?P=suite) -->"
+    return re.sub(pattern, fill, readme, flags=re.DOTALL)
+
+
+def plot(suites: dict[str, list[dict[str, Any]]], target: Path) -> None:
+    """Bars of each contender's speed relative to eager, a group a case. Needs matplotlib."""
+    from matplotlib import pyplot
+
+    (result, *_) = suites["steps"]
+    rows = result["rows"]
+    cases = list(dict.fromkeys(row["case"] for row in rows))
+    names = list(dict.fromkeys(row["contender"] for row in rows))
+    ms = {(row["case"], row["contender"]): row["ms"] for row in rows}
+    figure, axes = pyplot.subplots(figsize=(1.6 + 2.4 * len(cases), 3.6))
+    width = 0.8 / len(names)
+    for i, name in enumerate(names):
+        speeds = [
+            ms[case, "eager"] / ms[case, name] if ms.get((case, name)) else 0.0 for case in cases
+        ]
+        places = [j + (i - (len(names) - 1) / 2) * width for j in range(len(cases))]
+        bars = axes.bar(places, speeds, width, label=name)
+        axes.bar_label(bars, fmt="%.1f", fontsize=7)
+    axes.set_xticks(range(len(cases)), cases)
+    axes.set_ylabel("steps per second, eager = 1")
+    axes.set_title(f"{result['environment']['gpu']}, torch {result['environment']['torch']}")
+    axes.legend(fontsize=8)
+    figure.tight_layout()
+    target.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(target, metadata={"Date": None} if target.suffix == ".svg" else None)
+    pyplot.close(figure)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Exit status: 1 when --check finds a difference."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--results", type=Path, default=RESULTS)
+    parser.add_argument("--readme", type=Path, default=ROOT / "README.md")
+    action = parser.add_mutually_exclusive_group()
+    action.add_argument("--write", action="store_true")
+    action.add_argument("--check", action="store_true")
+    action.add_argument("--plot", type=Path, metavar="FILE")
+    options = parser.parse_args(arguments)
+    suites = load(options.results)
+    if options.plot:
+        plot(suites, options.plot)
+    elif options.write or options.check:
+        before = options.readme.read_text()
+        after = rendered(before, suites)
+        if options.write:
+            options.readme.write_text(after)
+        elif before != after:
+            message = "README.md differs from benchmarks/results: run benchmarks.report --write"
+            print(message, file=sys.stderr)
+            return 1
+    else:
+        for suite, results in suites.items():
+            for result in results:
+                print(f"## {suite}\n\n{section(suite, result)}\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,158 @@
+"""The rule: a tensor's error against fp64 is at most k times eager's own, plus a floor."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+# Below this many elements one tensor's error is too few samples: see `judge`.
+SMALL_TENSOR = 1000
+# A run whose weights moved less than this (relative RMS) shows nothing about its later steps.
+LEAST_MOVE = 1e-3
+
+
+@dataclass(frozen=True, slots=True)
+class TensorError:
+    """RMSE of one tensor against fp64, ours and eager's; ratio is the one to hold to k."""
+
+    name: str
+    step: int
+    ours: float
+    eager: float
+    ratio: float
+    note: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class GradientReport:
+    """Every compared tensor, and whether each error is within k times eager's."""
+
+    errors: tuple[TensorError, ...]
+    k: float
+    moved: float | None = None
+
+    @property
+    def worst(self) -> TensorError:
+        """The tensor with the largest ratio; a NaN ratio counts as infinite."""
+        return max(self.errors, key=lambda e: math.inf if math.isnan(e.ratio) else e.ratio)
+
+    @property
+    def ratio(self) -> float:
+        """The largest error ratio."""
+        return self.worst.ratio
+
+    @property
+    def failures(self) -> tuple[TensorError, ...]:
+        """Tensors beyond k."""
+        return tuple(e for e in self.errors if not e.ratio <= self.k)
+
+    @property
+    def ok(self) -> bool:
+        """True when every tensor is within k and the weights moved."""
+        return not self.failures and (self.moved is None or self.moved >= LEAST_MOVE)
+
+    def check(self) -> GradientReport:
+        """This report, or an AssertionError that lists the worst tensors."""
+        if self.moved is not None and self.moved < LEAST_MOVE:
+            raise AssertionError(
+                f"the weights moved by {self.moved:.1e} of their size, so later steps prove "
+                f"nothing: raise the learning rate until they move by {LEAST_MOVE}"
+            )
+        if self.failures:
+            lines = [
+                f"  step {e.step} {e.name}: ours {e.ours:.3e}, eager {e.eager:.3e}, "
+                f"ratio {e.ratio:.2f} {e.note}"
+                for e in sorted(self.failures, key=lambda e: -e.ratio)[:12]
+            ]
+            raise AssertionError(
+                f"{len(self.failures)} of {len(self.errors)} tensors are further from fp64 than "
+                f"{self.k} x eager:\n" + "\n".join(lines)
+            )
+        return self
+
+
+def rms(x: torch.Tensor) -> float:
+    """Root mean square in fp64, over the finite elements."""
+    x = x.detach().double()
+    x = x[torch.isfinite(x)]
+    return float(x.square().mean().sqrt()) if x.numel() else 0.0
+
+
+def rmse(x: torch.Tensor, reference: torch.Tensor, eager: torch.Tensor | None = None) -> float:
+    """Root mean square error against fp64.
+
+    Where the reference isn't finite, x must be NaN or infinite exactly as eager is: else inf.
+    """
+    x, reference = x.detach().double(), reference.detach().double().to(x.device)
+    if not reference.numel():
+        return 0.0
+    finite = torch.isfinite(reference)
+    if eager is not None:
+        eager = eager.detach().double()
+        finite &= torch.isfinite(eager)  # an overflow that eager has too is no error of ours
+        if not torch.equal(x[~finite].nan_to_num(), eager[~finite].nan_to_num()):
+            return math.inf
+    return float((x - reference)[finite].square().mean().sqrt()) if finite.any() else 0.0
+
+
+def _floor(dtype: torch.dtype, size: float, scale: float) -> float:
+    """Error that no rounding of the result can undercut.
+
+    size: RMS of the reference; scale: the largest such of the comparison, which bounds the noise
+    in a tensor whose true value is zero (a bias before batch norm).
+    """
+    half = dtype in (torch.bfloat16, torch.float16)
+    relative = 0.25 if half else 2.0
+    noise = torch.finfo(torch.float64 if dtype is torch.float64 else torch.float32).eps
+    return relative * torch.finfo(dtype).eps * size + noise * scale
+
+
+def _meta(x: torch.Tensor | None) -> str:
+    return "None" if x is None else f"{tuple(x.shape)} {x.dtype}"
+
+
+def judge(
+    ours: Mapping[str, torch.Tensor | None],
+    eager: Mapping[str, torch.Tensor | None],
+    fp64: Mapping[str, torch.Tensor | None],
+    *,
+    k: float = 2.0,
+    step: int = 0,
+) -> tuple[TensorError, ...]:
+    """Errors of three runs' tensors, by name.
+
+    A tensor of fewer than SMALL_TENSOR elements may have been lucky in eager: it is measured
+    against eager's median relative error of the comparison where that is larger.
+    """
+    assert ours.keys() == eager.keys() == fp64.keys(), "the runs gave different tensors"
+    floating = [n for n, t in fp64.items() if t is not None and t.is_floating_point()]
+    sizes = {n: rms(fp64[n]) for n in floating}
+    scale = max(sizes.values(), default=0.0)
+    eager_error = {n: rmse(eager[n], fp64[n]) for n in floating if eager[n] is not None}
+    relative = [e / sizes[n] for n, e in eager_error.items() if sizes[n] > 1e-6 * scale]
+    typical = statistics.median(relative) if relative else 0.0
+
+    errors = []
+    for name, theirs in eager.items():
+        mine = ours[name]
+        if _meta(mine) != _meta(theirs):
+            note = f"ours is {_meta(mine)}, eager's {_meta(theirs)}"
+            errors.append(TensorError(name, step, math.inf, 0.0, math.inf, note))
+        elif mine is None or theirs is None:
+            continue
+        elif name not in sizes:
+            same = torch.equal(mine, theirs)
+            errors.append(TensorError(name, step, 0.0, 0.0, 0.0 if same else math.inf, "exact"))
+        else:
+            allowed = eager_error[name]
+            if theirs.numel() < SMALL_TENSOR:
+                allowed = max(allowed, typical * sizes[name])
+            allowed += _floor(theirs.dtype, sizes[name], scale) / k
+            error = rmse(mine, fp64[name], theirs)
+            ratio = error / allowed if allowed else (0.0 if error == 0 else math.inf)
+            errors.append(TensorError(name, step, error, eager_error[name], ratio))
+    return tuple(errors)

@@ -1,0 +1,104 @@
+"""Functions and modules: outputs and gradients under random cotangents."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from trainfuse.testing.compare import GradientReport, judge
+from trainfuse.testing.reference import double_precision, fused_masks
+from trainfuse.testing.steps import clones
+from trainfuse.testing.trees import map_tensors, tensors
+
+Step = Callable[..., Any]
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """One differentiation: results by name, and the storage it worked on."""
+
+    results: dict[str, torch.Tensor | None]
+    storage: frozenset[int]
+
+
+def _fresh(fn: Step, args: Any, dtype: torch.dtype | None) -> tuple[Step, Any]:
+    """A copy of fn (if a module) and args, in dtype, sharing no storage with the originals."""
+
+    def own(t: torch.Tensor) -> torch.Tensor:
+        changed = t.detach().clone()
+        if dtype is not None and t.is_floating_point():
+            changed = changed.to(dtype)
+        return changed.requires_grad_(t.requires_grad)
+
+    if isinstance(fn, nn.Module):
+        fn = copy.deepcopy(fn)
+        fn = fn if dtype is None else fn.to(dtype)
+    return fn, map_tensors(own, args)
+
+
+def _differentiate(fn: Step, args: Any, seed: int, call: Step | None = None) -> _Run:
+    leaves = tensors(args)
+    inputs = {f"d_arg{i}": a for i, a in enumerate(leaves) if a.requires_grad}
+    state = list(leaves)
+    if isinstance(fn, nn.Module):
+        inputs |= {f"d_{n}": p for n, p in fn.named_parameters() if p.requires_grad}
+        state += [*fn.parameters(), *fn.buffers()]
+    torch.manual_seed(seed)
+    outputs = tensors((call or fn)(*args))
+    results: dict[str, torch.Tensor | None] = {
+        f"output{i}": o.detach().clone() for i, o in enumerate(outputs)
+    }
+    roots = [o for o in outputs if o.requires_grad]
+    if inputs and roots:
+        generator = torch.Generator().manual_seed(seed)
+        cotangents = [
+            torch.randn(o.shape, generator=generator, dtype=torch.float64).to(o) for o in roots
+        ]
+        grads = torch.autograd.grad(roots, list(inputs.values()), cotangents, allow_unused=True)
+        results |= clones(zip(inputs, grads, strict=True))
+    if isinstance(fn, nn.Module):
+        results |= {f"buffer_{n}": b.detach().clone() for n, b in fn.named_buffers()}
+    return _Run(results, frozenset(t.untyped_storage().data_ptr() for t in state if t.numel()))
+
+
+def assert_gradients_match(
+    fn: Step,
+    args: Sequence[Any],
+    *,
+    dtype: torch.dtype | None = None,
+    k: float = 2.0,
+    compile_fn: Callable[[Step], Step] | None = None,
+    seed: int = 0,
+) -> GradientReport:
+    """Check that trainfuse's outputs and gradients of fn are as near to fp64 as eager's.
+
+    fn: a function of tensors, or a module (copied; never changed). args: its arguments, cloned;
+    gradients are taken of those that require them and of the module's parameters, under random
+    cotangents. dtype: run in this type instead of the arguments' own. compile_fn: how to compile
+    (default `trainfuse.compile`). Raises AssertionError; returns the report otherwise.
+    """
+    if compile_fn is None:
+        from trainfuse import compile as compile_fn
+    with fused_masks():
+        eager = _differentiate(*_fresh(fn, args, dtype), seed)
+    with fused_masks(), double_precision():
+        fp64 = _differentiate(*_fresh(fn, args, torch.float64), seed)
+    own_fn, own_args = _fresh(fn, args, dtype)
+    ours = _differentiate(own_fn, own_args, seed, compile_fn(own_fn))
+    originals = _storage_of(fn, args)
+    for one, two in ((ours, eager), (ours, fp64), (eager, fp64)):
+        assert not one.storage & two.storage, "two runs share storage: the comparison is void"
+    assert not ours.storage & originals, "a run works on the caller's tensors"
+    return GradientReport(judge(ours.results, eager.results, fp64.results, k=k), k).check()
+
+
+def _storage_of(fn: Step, args: Any) -> frozenset[int]:
+    state = tensors(args)
+    if isinstance(fn, nn.Module):
+        state += [*fn.parameters(), *fn.buffers()]
+    return frozenset(t.untyped_storage().data_ptr() for t in state if t.numel())

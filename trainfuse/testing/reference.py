@@ -1,0 +1,111 @@
+"""The world in which the reference runs: fp64 throughout, and the compiled program's masks."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import autodiff.rng  # noqa: F401  # registers torch.ops.trainfuse.seed and keep_mask
+import torch
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+
+_LOWERING = frozenset({torch.Tensor.float, torch.Tensor.half, torch.Tensor.bfloat16})
+
+
+class _Double(TorchFunctionMode):
+    """Casts to a lower floating type, written in the user's code, become casts to fp64."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = dict(kwargs or {})
+        if func in _LOWERING:
+            return args[0].double()
+        lifted = [_lift(a) for a in args]
+        return func(*lifted, **{name: _lift(a) for name, a in kwargs.items()})
+
+
+def _lift(value: Any) -> Any:
+    if isinstance(value, torch.dtype) and value.is_floating_point:
+        return torch.float64
+    return value
+
+
+@contextlib.contextmanager
+def double_precision() -> Iterator[None]:
+    """Everything floating that is made or cast inside is fp64; autocast leaves fp64 alone."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        with _Double():
+            yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+@dataclass(slots=True)
+class _Masks:
+    """The dropout masks of one program: a seed drawn once, then one offset a dropout."""
+
+    seed: torch.Tensor | None = None
+    count: int = 0
+
+    def keep(self, x: torch.Tensor, p: float) -> torch.Tensor:
+        if self.seed is None:
+            self.seed = torch.ops.trainfuse.seed(x)
+        mask = torch.ops.trainfuse.keep_mask(self.seed, self.count, p, list(x.shape))
+        self.count += 1
+        return mask
+
+    def dropout(
+        self,
+        input: torch.Tensor,  # noqa: A002  # the name that F.dropout gives it
+        p: float = 0.5,
+        training: bool = True,
+        inplace: bool = False,
+    ) -> torch.Tensor:
+        if not training or p == 0.0:
+            return input
+        wide = torch.promote_types(input.dtype, torch.float32)
+        scale = 0.0 if p == 1.0 else 1.0 / (1.0 - p)
+        return (input.to(wide) * self.keep(input, p) * scale).to(input.dtype)
+
+    def attention(
+        self, real: Callable[..., Any], query, key, value, attn_mask=None, dropout_p=0.0, **kwargs
+    ):
+        """Attention with dropout as ATen's math kernel has it; without, the real one."""
+        if dropout_p == 0.0:
+            return real(query, key, value, attn_mask, 0.0, **kwargs)
+        scale = kwargs.get("scale") or 1.0 / math.sqrt(query.size(-1))
+        scores = (query * math.sqrt(scale)) @ (key.transpose(-2, -1) * math.sqrt(scale))
+        if kwargs.get("is_causal"):
+            shape = scores.shape[-2:]
+            attn_mask = torch.ones(shape, dtype=torch.bool, device=scores.device).tril()
+        if attn_mask is not None and attn_mask.dtype is torch.bool:
+            scores = scores.masked_fill(~attn_mask, -math.inf)
+        elif attn_mask is not None:
+            scores = scores + attn_mask
+        return self.dropout(scores.softmax(-1), dropout_p) @ value
+
+
+@contextlib.contextmanager
+def fused_masks() -> Iterator[None]:
+    """Dropout inside draws the masks that one compiled program with `rng="fast"` would draw.
+
+    Serves `nn.Dropout`, `F.dropout` and the dropout of `F.scaled_dot_product_attention` (so
+    `nn.MultiheadAttention`); dropout inside `nn.LSTM` stays torch's, compiled or not.
+    """
+    masks = _Masks()
+    real = functional.scaled_dot_product_attention
+
+    def attention(*args: Any, **kwargs: Any) -> torch.Tensor:
+        return masks.attention(real, *args, **kwargs)
+
+    with (
+        mock.patch.object(functional, "dropout", masks.dropout),
+        mock.patch.object(functional, "scaled_dot_product_attention", attention),
+    ):
+        yield

@@ -1,0 +1,130 @@
+"""Whole training steps, run eagerly, in fp64 and compiled, with every gradient kept."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from trainfuse import settings
+from trainfuse.testing.compare import GradientReport, TensorError, judge
+from trainfuse.testing.reference import double_precision, fused_masks
+from trainfuse.testing.trees import map_tensors, tensors
+
+Step = Callable[..., Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Training:
+    """One training set-up, which a factory builds afresh and equal at each call.
+
+    step: runs forward, backward and optimizer on one batch; gradients must be left in `.grad`
+    (zero them at the start of the step, not at its end).
+    """
+
+    step: Step
+    model: nn.Module
+    batches: Sequence[tuple[Any, ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class StepTrace:
+    """What a few training steps computed: one mapping a step, name to tensor, or None for no
+    gradient. moved: the parameters' relative RMS change over the run."""
+
+    outputs: list[dict[str, torch.Tensor | None]]
+    gradients: list[dict[str, torch.Tensor | None]]
+    buffers: list[dict[str, torch.Tensor | None]]
+    moved: float
+
+
+def _to_double(tree: Any) -> Any:
+    return map_tensors(lambda t: t.detach().double() if t.is_floating_point() else t, tree)
+
+
+def _named(prefix: str, tree: Any) -> dict[str, torch.Tensor | None]:
+    leaves = tensors(tree)
+    return {f"{prefix}{i}": x.detach().clone() for i, x in enumerate(leaves)}
+
+
+def clones(
+    pairs: Iterable[tuple[str, torch.Tensor | None]],
+) -> dict[str, torch.Tensor | None]:
+    """Detached copies by name; None stays None."""
+    return {name: None if t is None else t.detach().clone() for name, t in pairs}
+
+
+def _moved(before: Mapping[str, torch.Tensor], model: nn.Module) -> float:
+    after = dict(model.named_parameters())
+    change = sum(float((after[n].detach() - p).double().square().sum()) for n, p in before.items())
+    size = sum(float(p.double().square().sum()) for p in before.values())
+    return math.sqrt(change / size) if size else 0.0
+
+
+def step_gradients(
+    make: Callable[[], Training],
+    compile_fn: Callable[[Training], Step] | None = None,
+    *,
+    steps: int = 3,
+    dtype: torch.dtype | None = None,
+    seed: int = 0,
+) -> StepTrace:
+    """Run training steps from a fixed state and generator, and keep each step's gradients.
+
+    make: builds the training afresh, called under `torch.manual_seed(seed)`.
+    compile_fn: training -> the step to run, compiled by trainfuse (whole, or its model in place);
+    None runs it eagerly. dtype: torch.float64 for the reference. Batches are used in turn.
+    """
+    torch.manual_seed(seed)
+    training = make()
+    if dtype is torch.float64:
+        training.model.double()
+    before = {n: p.detach().clone() for n, p in training.model.named_parameters()}
+    step = compile_fn(training) if compile_fn else training.step
+    trace = StepTrace([], [], [], 0.0)
+    for i in range(steps):
+        batch = training.batches[i % len(training.batches)]
+        batch = map_tensors(torch.clone, batch)
+        if dtype is torch.float64:
+            batch = _to_double(batch)
+        with contextlib.ExitStack() as stack:
+            if compile_fn:
+                stack.enter_context(settings.patch(keep_gradients=True))
+            else:
+                stack.enter_context(fused_masks())
+            if dtype is torch.float64:
+                stack.enter_context(double_precision())
+            torch.manual_seed(seed + 1 + i)
+            output = step(*batch)
+        trace.outputs.append(_named("output", output))
+        trace.gradients.append(clones((n, p.grad) for n, p in training.model.named_parameters()))
+        trace.buffers.append(clones(training.model.named_buffers()))
+    return StepTrace(trace.outputs, trace.gradients, trace.buffers, _moved(before, training.model))
+
+
+def gradient_report(
+    make: Callable[[], Training],
+    compile_fn: Callable[[Training], Step],
+    *,
+    steps: int = 3,
+    k: float = 2.0,
+    seed: int = 0,
+) -> GradientReport:
+    """Compare every gradient, output and buffer of training steps with eager and fp64.
+
+    Call `.check()` on the result to raise. See `step_gradients` for the arguments.
+    """
+    eager = step_gradients(make, None, steps=steps, seed=seed)
+    fp64 = step_gradients(make, None, steps=steps, dtype=torch.float64, seed=seed)
+    ours = step_gradients(make, compile_fn, steps=steps, seed=seed)
+    errors: list[TensorError] = []
+    for i in range(steps):
+        for part in ("outputs", "gradients", "buffers"):
+            runs = (getattr(trace, part)[i] for trace in (ours, eager, fp64))
+            errors += judge(*runs, k=k, step=i)
+    return GradientReport(tuple(errors), k, eager.moved)
