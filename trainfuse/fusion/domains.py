@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 from typing import Any, Literal
 
 import torch
@@ -105,7 +105,7 @@ class Misfit(Exception):
         self.reason = reason
 
 
-@lru_cache(maxsize=None)
+@cache
 def _positions(target: Any) -> dict[str, tuple[int, Any]]:
     """Position and default of every schema argument of an op, by name."""
     return {
