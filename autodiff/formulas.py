@@ -1,0 +1,312 @@
+"""Decompositions of composite operators, written so that each becomes one row kernel.
+
+Statistics and sums of half-precision inputs are taken in fp32 and rounded once at the end, as
+ATen's kernels do. A formula that doesn't cover a call returns NotImplemented: the node then
+stays ATen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Formula = Callable[..., Any]
+
+
+def _work(value: Tensor) -> Tensor:
+    """The value in the type that ATen accumulates it in."""
+    if value.dtype in (torch.float16, torch.bfloat16):
+        return value.to(torch.float32)
+    return value
+
+
+def _inner(value: Tensor, normalized_shape: list[int]) -> list[int]:
+    return list(range(value.dim() - len(normalized_shape), value.dim()))
+
+
+def softmax(x: Tensor, dim: int, half_to_float: bool) -> Any:
+    """aten._softmax: exp(x - max) / sum."""
+    if x.dim() == 0 or x.numel() == 0:
+        return NotImplemented
+    work = _work(x)
+    exponential = torch.exp(work - torch.amax(work, [dim], True))
+    result = exponential / torch.sum(exponential, [dim], True)
+    return result if half_to_float else result.to(x.dtype)
+
+
+def softmax_backward(gradient: Tensor, output: Tensor, dim: int, input_dtype: torch.dtype) -> Any:
+    """aten._softmax_backward_data: y * (g - sum(g * y)), by ATen's formula g*y - y*sum(g*y)."""
+    if output.dim() == 0 or output.numel() == 0:
+        return NotImplemented
+    y = _work(output)
+    weighted = _work(gradient) * y
+    return (weighted - y * torch.sum(weighted, [dim], True)).to(input_dtype)
+
+
+def log_softmax(x: Tensor, dim: int, half_to_float: bool) -> Any:
+    """aten._log_softmax: x - max - log(sum(exp(x - max)))."""
+    if x.dim() == 0 or x.numel() == 0:
+        return NotImplemented
+    work = _work(x)
+    shifted = work - torch.amax(work, [dim], True)
+    result = shifted - torch.log(torch.sum(torch.exp(shifted), [dim], True))
+    return result if half_to_float else result.to(x.dtype)
+
+
+def log_softmax_backward(
+    gradient: Tensor, output: Tensor, dim: int, input_dtype: torch.dtype
+) -> Any:
+    """aten._log_softmax_backward_data: g - exp(y) * sum(g)."""
+    if output.dim() == 0 or output.numel() == 0:
+        return NotImplemented
+    g = _work(gradient)
+    return (g - torch.exp(_work(output)) * torch.sum(g, [dim], True)).to(input_dtype)
+
+
+def layer_norm(
+    x: Tensor, normalized_shape: list[int], weight: Tensor | None, bias: Tensor | None, eps: float
+) -> Any:
+    """aten.native_layer_norm: output, mean, 1 / sqrt(var + eps); var by var_mean, in two passes."""
+    if x.numel() == 0:
+        return NotImplemented
+    work = _work(x)
+    variance, mean = torch.var_mean(work, _inner(x, normalized_shape), correction=0, keepdim=True)
+    rstd = torch.rsqrt(variance + eps)
+    result = (work - mean) * rstd
+    if weight is not None:
+        result = result * weight
+    if bias is not None:
+        result = result + bias
+    return result.to(x.dtype), mean, rstd
+
+
+def layer_norm_backward(
+    gradient: Tensor,
+    x: Tensor,
+    normalized_shape: list[int],
+    mean: Tensor,
+    rstd: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    mask: list[bool],
+) -> Any:
+    """aten.native_layer_norm_backward: gradients of input, weight and bias.
+
+    dx = rstd * (h - mean(h) - xhat * mean(h * xhat)) with h = g * weight.
+    Source: Ba et al., arXiv:1607.06450, differentiated.
+    """
+    if x.numel() == 0:
+        return NotImplemented
+    inner = _inner(x, normalized_shape)
+    g, scale = _work(gradient), _work(rstd)
+    normalized = (_work(x) - _work(mean)) * scale
+    dx = dw = db = None
+    if mask[0]:
+        h = g if weight is None else g * weight
+        correction = torch.mean(h, inner, True) + normalized * torch.mean(
+            h * normalized, inner, True
+        )
+        dx = ((h - correction) * scale).to(x.dtype)
+    if mask[1] and weight is not None:
+        dw = _sum_outer(g * normalized, inner).to(weight.dtype)
+    if mask[2] and bias is not None:
+        db = _sum_outer(g, inner).to(bias.dtype)
+    return dx, dw, db
+
+
+def _sum_outer(value: Tensor, inner: list[int]) -> Tensor:
+    outer = list(range(value.dim() - len(inner)))
+    # An empty list would mean all dimensions.
+    return torch.sum(value, outer) if outer else value
+
+
+def rms_norm(
+    x: Tensor, normalized_shape: list[int], weight: Tensor | None, eps: float | None
+) -> Any:
+    """aten._fused_rms_norm: output, 1 / sqrt(mean(x * x) + eps)."""
+    if x.numel() == 0:
+        return NotImplemented
+    work = _work(x)
+    floor = torch.finfo(work.dtype).eps if eps is None else eps
+    rstd = torch.rsqrt(torch.mean(work * work, _inner(x, normalized_shape), True) + floor)
+    result = work * rstd
+    if weight is not None:
+        result = result * weight
+    return result.to(x.dtype), rstd
+
+
+def rms_norm_backward(
+    gradient: Tensor,
+    x: Tensor,
+    normalized_shape: list[int],
+    rstd: Tensor,
+    weight: Tensor | None,
+    mask: list[bool],
+) -> Any:
+    """aten._fused_rms_norm_backward: dx = rstd * (h - xhat * mean(h * xhat)), h = g * weight."""
+    if x.numel() == 0:
+        return NotImplemented
+    inner = _inner(x, normalized_shape)
+    g, scale = _work(gradient), _work(rstd)
+    normalized = _work(x) * scale
+    dx = dw = None
+    if mask[0]:
+        h = g if weight is None else g * weight
+        dx = ((h - normalized * torch.mean(h * normalized, inner, True)) * scale).to(x.dtype)
+    if mask[1] and weight is not None:
+        dw = _sum_outer(g * normalized, inner).to(weight.dtype)
+    return dx, dw
+
+
+def group_norm(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    batch: int,
+    channels: int,
+    positions: int,
+    groups: int,
+    eps: float,
+) -> Any:
+    """aten.native_group_norm: output, mean [N, G], 1 / sqrt(var + eps) [N, G]."""
+    if x.numel() == 0 or not x.is_contiguous():
+        return NotImplemented
+    work = _work(x).reshape(batch, groups, channels // groups, positions)
+    variance, mean = torch.var_mean(work, [2, 3], correction=0, keepdim=True)
+    rstd = torch.rsqrt(variance + eps)
+    result = (work - mean) * rstd
+    affine = (1, groups, channels // groups, 1)
+    if weight is not None:
+        result = result * weight.reshape(affine)
+    if bias is not None:
+        result = result + bias.reshape(affine)
+    statistics = (batch, groups)
+    return (
+        result.to(x.dtype).reshape(x.shape),
+        mean.reshape(statistics),
+        rstd.reshape(statistics),
+    )
+
+
+def group_norm_backward(
+    gradient: Tensor,
+    x: Tensor,
+    mean: Tensor,
+    rstd: Tensor,
+    weight: Tensor | None,
+    batch: int,
+    channels: int,
+    positions: int,
+    groups: int,
+    mask: list[bool],
+) -> Any:
+    """aten.native_group_norm_backward: as layer norm's, over the elements of each group."""
+    if x.numel() == 0 or not (x.is_contiguous() and gradient.is_contiguous()):
+        return NotImplemented
+    shape = (batch, groups, channels // groups, positions)
+    g = _work(gradient).reshape(shape)
+    scale = _work(rstd).reshape(batch, groups, 1, 1)
+    normalized = (_work(x).reshape(shape) - _work(mean).reshape(batch, groups, 1, 1)) * scale
+    affine_dtype = x.dtype if weight is None else weight.dtype
+    dx = dw = db = None
+    if mask[0]:
+        h = g if weight is None else g * weight.reshape(1, groups, channels // groups, 1)
+        correction = torch.mean(h, [2, 3], True) + normalized * torch.mean(
+            h * normalized, [2, 3], True
+        )
+        dx = ((h - correction) * scale).to(x.dtype).reshape(x.shape)
+    if mask[1]:
+        dw = torch.sum(g * normalized, [0, 3]).to(affine_dtype).reshape(channels)
+    if mask[2]:
+        db = torch.sum(g, [0, 3]).to(affine_dtype).reshape(channels)
+    return dx, dw, db
+
+
+_NONE, _MEAN = 0, 1
+
+
+def nll_loss_forward(
+    x: Tensor, target: Tensor, weight: Tensor | None, reduction: int, ignore_index: int
+) -> Any:
+    """aten.nll_loss_forward on [R, C]: loss and total weight.
+
+    The target's entry is picked by comparing with the class index, so that it stays a row
+    reduction and fuses with the log-softmax before it. total_weight is 0 without reduction, as
+    in ATen.
+    """
+    if x.dim() != 2 or x.numel() == 0:
+        return NotImplemented
+    chosen = _is_target(x, target, ignore_index)
+    work = _work(x)
+    if weight is None:
+        counted = (target != ignore_index).to(work.dtype)
+        loss = -torch.sum(torch.where(chosen, work, 0.0), [1])
+    else:
+        per_class = _work(weight)
+        counted = torch.sum(torch.where(chosen, per_class, 0.0), [1])
+        loss = -torch.sum(torch.where(chosen, work * per_class, 0.0), [1])
+    if reduction == _NONE:
+        return loss.to(x.dtype), torch.zeros((), dtype=x.dtype, device=x.device)
+    total = torch.sum(counted)
+    loss = torch.sum(loss)
+    if reduction == _MEAN:
+        loss = loss / total
+    return loss.to(x.dtype), total.to(x.dtype)
+
+
+def nll_loss_backward(
+    gradient: Tensor,
+    x: Tensor,
+    target: Tensor,
+    weight: Tensor | None,
+    reduction: int,
+    ignore_index: int,
+    total_weight: Tensor,
+) -> Any:
+    """aten.nll_loss_backward on [R, C]: -weight * g / total at the target, 0 elsewhere.
+
+    Pointwise with broadcasts, so that it fuses with the log-softmax backward after it.
+    """
+    if x.dim() != 2 or x.numel() == 0:
+        return NotImplemented
+    g = _work(gradient)
+    if reduction == _NONE:
+        g = g.unsqueeze(1)
+    elif reduction == _MEAN:
+        g = g / _work(total_weight)
+    at_target = -g if weight is None else -g * _work(weight)
+    return torch.where(_is_target(x, target, ignore_index), at_target, 0.0).to(x.dtype)
+
+
+def _is_target(x: Tensor, target: Tensor, ignore_index: int) -> Tensor:
+    classes = torch.arange(x.shape[1], device=x.device)
+    rows = target.unsqueeze(1)
+    return (rows == classes) & (rows != ignore_index)
+
+
+def dropout_backward(gradient: Tensor, mask: Tensor, scale: float) -> Any:
+    """aten.native_dropout_backward: g * mask * scale."""
+    return gradient * mask * scale
+
+
+def composites() -> dict[Any, Formula]:
+    """Every operator that is kept whole until recompute has run, with its formula."""
+    aten = torch.ops.aten
+    return {
+        aten._softmax.default: softmax,
+        aten._softmax_backward_data.default: softmax_backward,
+        aten._log_softmax.default: log_softmax,
+        aten._log_softmax_backward_data.default: log_softmax_backward,
+        aten.native_layer_norm.default: layer_norm,
+        aten.native_layer_norm_backward.default: layer_norm_backward,
+        aten._fused_rms_norm.default: rms_norm,
+        aten._fused_rms_norm_backward.default: rms_norm_backward,
+        aten.native_group_norm.default: group_norm,
+        aten.native_group_norm_backward.default: group_norm_backward,
+        aten.nll_loss_forward.default: nll_loss_forward,
+        aten.nll_loss_backward.default: nll_loss_backward,
+        aten.native_dropout_backward.default: dropout_backward,
+    }
