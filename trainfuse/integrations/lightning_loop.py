@@ -1,0 +1,213 @@
+"""The seam in Lightning: one attribute of the optimization loop, set for a fit and removed after.
+
+`_AutomaticOptimization.run` gets the batch and returns what `on_train_batch_end` sees; all hooks,
+schedulers and counters around it stay Lightning's. A whole step replaces it and moves the loop's own
+progress counters as it would. Regions replace only the call of `training_step` inside it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+import trainfuse
+from trainfuse.errors import CaptureError
+from trainfuse.integrations import lightning_verdict
+from trainfuse.integrations.lightning_step import (
+    LogCapture,
+    StepFacts,
+    Tape,
+    TrainerGate,
+    build_step,
+    facts_of,
+)
+from trainfuse.integrations.lightning_tree import part
+
+_UNTIMED_PLAIN = 1
+"""Plain steps before the timed ones: the first allocates, picks algorithms, makes the state."""
+
+_UNTIMED_FUSED = 2
+"""Fused steps before the timed ones: the first compiles and checks, the second may record."""
+
+
+@dataclass(slots=True)
+class Meter:
+    """Milliseconds of the first few steps of one kind; nothing is synchronised once it is full."""
+
+    device: torch.device | None
+    untimed: int
+    wanted: int
+    seen: int = 0
+    times_ms: list[float] = field(default_factory=list)
+
+    @property
+    def full(self) -> bool:
+        """True when all wanted steps were timed."""
+        return self.seen >= self.untimed + self.wanted
+
+    @property
+    def median_ms(self) -> float | None:
+        """Median of the timed steps, or None if there are none."""
+        return statistics.median(self.times_ms) if self.times_ms else None
+
+    @contextlib.contextmanager
+    def measure(self) -> Iterator[None]:
+        """Time a step if it is one of the wanted ones; a step that raises does not count."""
+        timed = self.untimed <= self.seen and not self.full
+        start = self._now() if timed else 0.0
+        yield
+        if timed:
+            self.times_ms.append((self._now() - start) * 1e3)
+        if not self.full:
+            self.seen += 1
+
+    def _now(self) -> float:
+        if self.device is not None:
+            torch.cuda.synchronize(self.device)
+        return time.perf_counter()
+
+
+class FusedLoop:
+    """Runs one fit's training batches: some plain ones to compare with, then compiled ones.
+
+    options: keywords for `trainfuse.compile`. on_reason: called with the reason when a whole step
+    turns out to be impossible. on_warm: called once, after the timed steps.
+    """
+
+    def __init__(
+        self,
+        trainer: Any,
+        module: Any,
+        whole: bool,
+        options: Mapping[str, Any],
+        compare_steps: int,
+        on_reason: Callable[[str], None],
+        on_warm: Callable[[], None],
+    ) -> None:
+        self.trainer = trainer
+        self.module = module
+        self.whole = whole
+        self.step: Any = None
+        self.regions: Any = None
+        device = lightning_verdict.cuda(trainer)
+        self.plain_meter = Meter(device, _UNTIMED_PLAIN, compare_steps)
+        self.fused_meter = Meter(device, _UNTIMED_FUSED, max(compare_steps, 1))
+        if compare_steps == 0:
+            self.plain_meter.untimed = 0
+        self._options = dict(options)
+        self._on_reason = on_reason
+        self._on_warm: Callable[[], None] | None = on_warm
+        self._loop = trainer.fit_loop.epoch_loop.automatic_optimization
+        self._run = self._loop.run
+        self._training_step = self._loop._training_step
+        self._facts: StepFacts | None = None
+        self._lightning_modules = [
+            child
+            for child in module.modules()
+            if isinstance(child, part(trainer, "core").LightningModule)
+        ]
+        self._whole_logs = LogCapture(
+            self._lightning_modules, Tape(whole=True), TrainerGate(trainer)
+        )
+        self._region_logs = LogCapture(self._lightning_modules, Tape(whole=False), TrainerGate(trainer))
+
+    def install(self) -> None:
+        """Take over the loop's `run` and `training_step` calls."""
+        vars(self._loop).update(run=self.run, _training_step=self.training_step)
+
+    def close(self) -> None:
+        """Give the loop back and free the plans. Harmless when called again."""
+        for name in ("run", "_training_step"):
+            vars(self._loop).pop(name, None)
+        for compiled in (self.step, self.regions):
+            if compiled is not None:
+                compiled.close()
+
+    @property
+    def num_plans(self) -> int:
+        """Plans made so far for training."""
+        return sum(len(c.plans) for c in (self.step, self.regions) if c is not None)
+
+    def run(self, optimizer: Any, batch_idx: int, kwargs: Any) -> dict[str, Any]:
+        """One batch: what Lightning's `run` does and returns."""
+        if not self.plain_meter.full:
+            with self.plain_meter.measure():
+                return self._run(optimizer, batch_idx, kwargs)
+        with self.fused_meter.measure():
+            outputs = self._whole_step(optimizer, kwargs) if self._applies() else None
+            if outputs is None:
+                outputs = self._run(optimizer, batch_idx, kwargs)
+        if self._on_warm is not None and self.fused_meter.full:
+            warm, self._on_warm = self._on_warm, None
+            warm()
+        return outputs
+
+    def _applies(self) -> bool:
+        # callbacks change these two between epochs
+        return (
+            self.whole
+            and self.trainer.accumulate_grad_batches == 1
+            and not self._loop._skip_backward
+        )
+
+    def _whole_step(self, optimizer: Any, kwargs: Any) -> dict[str, Any] | None:
+        """Run the batch as one compiled step; None if it can't be, with nothing changed."""
+        progress = self._loop.optim_progress.optimizer
+        try:
+            with self.trainer.profiler.profile("[trainfuse]whole_step"), self._whole_logs.active():
+                result, logged = self._compiled(optimizer)(*kwargs.values())
+        except CaptureError as error:
+            self.whole = False
+            self._on_reason(str(error.facts.get("reason", error)))
+            return None
+        except BaseException:
+            # as Lightning leaves it: the step was begun, and not completed
+            progress.step.increment_ready()
+            raise
+        progress.step.increment_ready()
+        progress.zero_grad.increment_ready()
+        progress.zero_grad.increment_started()
+        progress.zero_grad.increment_completed()
+        self._whole_logs.replay(logged)
+        progress.step.increment_completed()
+        if isinstance(result, Mapping):
+            return {"loss": result["loss"], **{k: v for k, v in result.items() if k != "loss"}}
+        return {"loss": result}
+
+    def _compiled(self, optimizer: Any) -> Any:
+        facts = facts_of(self.trainer, optimizer)
+        if self.step is None or facts != self._facts:
+            if self.step is not None:
+                self.step.close()
+            function = build_step(self.module, optimizer, self._whole_logs.tape, facts)
+            self.step = trainfuse.compile(function, fullgraph=True, **self._options)
+            self._facts = facts
+        return self.step
+
+    def training_step(self, kwargs: Any) -> Any:
+        """The closure's first part: `training_step` with its result processed, as regions."""
+        if not self.plain_meter.full:
+            return self._training_step(kwargs)
+        if self.regions is None:
+            self.regions = trainfuse.compile(self.module.training_step, **self._options)
+        fields = vars(self.module)
+        own = fields.get("training_step")
+        logs = self._region_logs
+        with logs.active():
+            fields["training_step"] = self.regions
+            try:
+                outputs = self._training_step(kwargs)
+            finally:
+                if own is None:
+                    del fields["training_step"]
+                else:
+                    fields["training_step"] = own
+            logged = list(logs.tape.entries)
+        logs.replay(logged)
+        return outputs
