@@ -75,7 +75,7 @@ def _read_bool(text: str) -> bool:
     raise ValueError
 
 
-BOOL = Kind("True or False (1, 0, on, off in the environment)", _bool, _read_bool)
+BOOL = Kind("True or False", _bool, _read_bool)
 
 
 def _choice(*names: str, optional: bool = False) -> Kind:
