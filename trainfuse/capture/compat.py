@@ -93,7 +93,10 @@ def user_cause(error: BaseException) -> BaseException:
     return error
 
 
-CAPTURE_ERRORS: tuple[type[BaseException], ...] = (torch._dynamo.exc.TorchDynamoException,)
+CAPTURE_ERRORS: tuple[type[BaseException], ...] = (
+    torch._dynamo.exc.TorchDynamoException,
+    torch._dynamo.exc.FailOnRecompileLimitHit,
+)
 """What Dynamo raises when it can't take a whole frame."""
 
 
@@ -135,6 +138,8 @@ def capture_decompositions() -> dict[Any, Callable[..., Any]]:
         op: rule
         for op, rule in select_decomp_table().items()
         if not str(op).startswith(_KEPT_WHOLE)
+        # Inductor's own rules lower to ops that only Inductor knows
+        and not rule.__module__.startswith("torch._inductor")
     }
 
 
@@ -187,23 +192,59 @@ def origin(
     placeholders: Sequence[fx.Node],
     examples: Sequence[Any],
 ) -> tuple[Any, fx.Node | None]:
-    """The real value behind an ATen placeholder, and Dynamo's placeholder if it was one."""
-    desc = node.meta["desc"]
+    """The real value behind an ATen placeholder, and Dynamo's placeholder if it was one.
+
+    (None, None) for saved values, tangents and seeds, which no user gave.
+    """
+    desc = node.meta.get("desc")
     target = getattr(desc, "target", None)
     if target is not None:
         value: Any = dynamo
         for part in target.split("."):
             value = getattr(value, part)
         return value, None
+    if type(desc).__name__ != "PlainAOTInput":
+        return None, None
     return examples[desc.idx], placeholders[desc.idx]
+
+
+_PLAIN_REASONS = (
+    ("data-dependent", "Python branches on, or reads back, a value computed in the step"),
+    (".item()", "Python reads a value back from the device"),
+    ("Unsupported Tensor.item", "Python reads a value back from the device"),
+    ("Backend compiler", "the captured graph could not be derived"),
+)
+"""Dynamo's wording, and what it means to the user."""
 
 
 def refusal_of(error: BaseException) -> Refusal:
     """What Dynamo says of a frame it can't take whole, in one line, with the user's line."""
     text = str(error).strip()
     reason = text.splitlines()[0] if text else type(error).__name__
+    for needle, plain in _PLAIN_REASONS:
+        if needle in text:
+            reason = plain
+            break
     where = None
     for frame in getattr(error, "real_stack", None) or ():
         if "/torch/" not in frame.filename and "/trainfuse/capture/" not in frame.filename:
             where = f"{frame.filename.rsplit('/', 1)[-1]}:{frame.lineno}"
     return Refusal("capture", reason, where=where)
+
+
+# -- modules --------------------------------------------------------------------------------------
+
+
+def set_compiled_call(module: torch.nn.Module, call: Callable[..., Any] | None) -> None:
+    """Route a module's calls, hooks included, through `call`; copies and pickles leave it out."""
+    module._compiled_call_impl = call  # type: ignore[assignment]  # what nn.Module.compile sets
+
+
+def compiled_call(module: torch.nn.Module) -> Any:
+    """What `set_compiled_call` set, or None."""
+    return getattr(module, "_compiled_call_impl", None)
+
+
+def over_budget(error: BaseException) -> bool:
+    """Whether Dynamo stopped because a frame has as many plans as it may have."""
+    return isinstance(error, torch._dynamo.exc.FailOnRecompileLimitHit)

@@ -21,6 +21,10 @@ Build = Callable[[Captured], Callable[[list[Any]], Sequence[Any]]]
 """Turns a captured graph into a callable over its placeholders' values."""
 
 
+class PlanBudget(Exception):
+    """The step met more kinds of call than it may have plans for; nothing was changed."""
+
+
 class _Swap:
     """Traceable stand-ins for one optimizer's step and zero_grad, made once per handle."""
 
@@ -137,6 +141,7 @@ class WholeStep:
             fail_on_recompile_limit_hit=True,
             skip_nnmodule_hook_guards=False,
             allow_unspec_int_on_nn_module=True,
+            allow_rnn=True,
         )
 
     def ready(self, args: Sequence[Any]) -> bool:
@@ -159,6 +164,8 @@ class WholeStep:
                 result = self._compiled(*args, **kwargs)
         except compat.CAPTURE_ERRORS as error:
             cause = compat.user_cause(error)
+            if compat.over_budget(cause):
+                raise PlanBudget from error
             if isinstance(cause, CaptureRefused):
                 self.refusal = Refusal("capture", cause.reason, where=cause.where)
             elif isinstance(cause, compat.CAPTURE_ERRORS):

@@ -1,0 +1,284 @@
+"""The front door: compile, explain, restore, and the compiled step."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, overload
+
+from torch import nn
+
+from autodiff.graph import Refusal
+from trainfuse import log
+from trainfuse.capture import compat
+from trainfuse.capture.lift import CaptureRefused
+from trainfuse.capture.regions import Regions
+from trainfuse.capture.whole_step import PlanBudget, WholeStep
+from trainfuse.debug.explain import Explanation
+from trainfuse.errors import CaptureError, NotCompilable
+from trainfuse.fields import Settings
+from trainfuse.options import CUDA_GRAPH, MODE, VERIFY, CompileOptions, resolve
+from trainfuse.pipeline import Builder, PlanRecord, explain_plans, joint_passes
+
+_log = log.get_logger("capture")
+
+
+class _Runner:
+    """One target under one resolved set of settings: a whole step, or regions."""
+
+    def __init__(
+        self, target: Callable[..., Any], options: CompileOptions, settings: Settings
+    ) -> None:
+        self.target = target
+        self.options = options
+        self.settings = settings
+        self.builder = Builder(settings)
+        self.refusals: list[Refusal] = []
+        self.whole: WholeStep | None = None
+        self._regions: Regions | None = None
+        if isinstance(target, nn.Module) or inspect.ismethod(target):
+            self.refuse(Refusal("capture", "a module's outputs are differentiated outside it"))
+        elif not settings.whole_step:
+            self.refuse(Refusal("capture", "whole_step is off"))
+        else:
+            self.whole = WholeStep(
+                target,
+                self.builder,
+                max_plans=settings.max_plans,
+                keep_gradients=settings.keep_gradients,
+            )
+
+    def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self.whole is not None:
+            if self.whole.ready((*args, *kwargs.values())):
+                try:
+                    return self.whole(*args, **kwargs)
+                except CaptureRefused as refused:
+                    self._leave_whole(refused)
+                except PlanBudget:
+                    log.say_once(
+                        "capture",
+                        f"plans-{id(self)}",
+                        f"more than max_plans={self.settings.max_plans} kinds of call:"
+                        " further kinds run eagerly",
+                    )
+                    return self.target(*args, **kwargs)
+            else:
+                self._leave_whole(None)
+        return self.regions(*args, **kwargs)
+
+    def _leave_whole(self, error: CaptureRefused | None) -> None:
+        assert self.whole is not None and self.whole.refusal is not None
+        refusal = self.whole.refusal
+        self.whole = None
+        self.refuse(refusal)
+        if self.options.fullgraph or self.settings.cuda_graph == "require":
+            raise CaptureError(reason=refusal.reason, where=refusal.where) from error
+
+    def refuse(self, refusal: Refusal) -> None:
+        """Record why this target is not captured whole."""
+        self.refusals.append(refusal)
+        where = f" ({refusal.where})" if refusal.where else ""
+        _log.info("not a whole step: %s%s", refusal.reason, where)
+
+    @property
+    def regions(self) -> Regions:
+        """The region form of the target, made when first needed."""
+        if self._regions is None:
+            self._regions = Regions(
+                self.target,
+                self.builder,
+                joint_passes=functools.partial(joint_passes, self.settings),
+                max_plans=self.settings.max_plans,
+                fullgraph=self.options.fullgraph,
+                dynamic=self.options.dynamic,
+            )
+        return self._regions
+
+    def close(self) -> None:
+        """Forget every plan and free what they hold."""
+        for capture in (self.whole, self._regions):
+            if capture is not None:
+                capture.close()
+        self.builder.close()
+
+
+class CompiledStep:
+    """A compiled function: same arguments, same results.
+
+    Plans are made per settings, input shapes and module modes, and kept until `close`.
+    """
+
+    def __init__(self, target: Callable[..., Any], options: CompileOptions) -> None:
+        functools.update_wrapper(self, target)
+        self._target = target
+        self._options = options
+        self._runners: dict[tuple[Any, ...], _Runner] = {}
+        self._last: tuple[Settings, _Runner] | None = None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the step on these arguments."""
+        runner = self._runner()
+        if runner is None:
+            return self._target(*args, **kwargs)
+        return runner(args, kwargs)
+
+    def _runner(self) -> _Runner | None:
+        settings = self._options.settings()
+        if self._last is not None and self._last[0] is settings:
+            return self._last[1]
+        if settings.chosen_backend == "none":
+            return None
+        key = settings.plan_key()
+        runner = self._runners.get(key)
+        if runner is None:
+            runner = self._runners[key] = _Runner(self._target, self._options, settings)
+        self._last = (settings, runner)
+        return runner
+
+    @property
+    def plans(self) -> tuple[PlanRecord, ...]:
+        """Every plan made so far, oldest first."""
+        return tuple(p for runner in self._runners.values() for p in runner.builder.plans)
+
+    def explain(self, *args: Any, **kwargs: Any) -> Explanation:
+        """What was fused, what was not, and why; of the plans so far, or of a call with `args`.
+
+        With arguments and no plan yet, the step is captured and planned but not run.
+        """
+        runner = self._runner()
+        if runner is None:
+            runner = _Runner(self._target, self._options, self._options.settings())
+        if (args or kwargs) and not runner.builder.plans:
+            _plan_only(runner, args, kwargs)
+        return explain_plans(runner.builder.plans, runner.refusals, runner.settings)
+
+    def graph_for(self, *args: Any, **kwargs: Any) -> str:
+        """The fused graph as text: subgraphs, groups with their kernel ids, ATen nodes."""
+        self.explain(*args, **kwargs)
+        return "\n".join(plan.graph_text() for plan in self._latest_plans())
+
+    def source(self, *args: Any, **kwargs: Any) -> str:
+        """The Python program that runs, and the kernels it launches."""
+        self.explain(*args, **kwargs)
+        return "\n\n".join(plan.source() for plan in self._latest_plans())
+
+    def _latest_plans(self) -> list[PlanRecord]:
+        runner = self._runner()
+        return [] if runner is None else runner.builder.plans
+
+    def stats(self) -> dict[str, Any]:
+        """Figures so far: plans, calls, kernels, compile seconds, CUDA graphs, gate verdict."""
+        merged: dict[str, Any] = {
+            "plans": 0, "calls": 0, "kernels": 0, "compile_s": 0.0, "cuda_graphs": 0,
+            "gate": "pass",
+        }  # fmt: skip
+        for plan in self.plans:
+            row = plan.stats()
+            merged["plans"] += 1
+            for name in ("calls", "kernels", "compile_s", "cuda_graphs"):
+                merged[name] += row[name]
+            if row["gate"] != "pass":
+                merged["gate"] = row["gate"]
+        return merged
+
+    def report(self, path: str | Path) -> Path:
+        """Write the explanation of the plans so far as one HTML page; returns its path."""
+        return self.explain().to_html(path)
+
+    def close(self) -> None:
+        """Forget every plan and free its memory; the next call plans again."""
+        for runner in self._runners.values():
+            runner.close()
+        self._runners.clear()
+        self._last = None
+
+
+def _plan_only(runner: _Runner, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Capture and plan without executing: the built program stops before its first statement."""
+    with runner.builder.plan_only() as stopped:
+        try:
+            runner(args, kwargs)
+        except stopped:
+            pass
+    runner.close()
+
+
+def _compile_module(module: nn.Module, options: CompileOptions) -> nn.Module:
+    compat.set_compiled_call(module, CompiledStep(module._call_impl, options))
+    return module
+
+
+@overload
+def compile(target: None = None, **options: Any) -> Callable[[Any], Any]: ...
+@overload
+def compile(target: nn.Module, **options: Any) -> nn.Module: ...
+@overload
+def compile(target: Callable[..., Any], **options: Any) -> CompiledStep: ...
+
+
+def compile(
+    target: Any = None,
+    *,
+    mode: str = MODE,
+    dynamic: bool | None = None,
+    fullgraph: bool = False,
+    backend: str | None = None,
+    verify: str | int = VERIFY,
+    cuda_graph: str = CUDA_GRAPH,
+    memory_budget: float | int | None = None,
+    options: Mapping[str, Any] | None = None,
+    **more: Any,
+) -> Any:
+    """Make a training step, a module or a function faster, with the same gradients.
+
+    target: a function gives back a `CompiledStep`; a module is compiled in place and given back
+    itself (`restore` undoes it); without a target this is a decorator. Options are described in
+    docs/switches.md. Raises OptionError, before anything is changed, for what it does not know.
+    """
+    resolved = resolve(
+        mode=mode,
+        dynamic=dynamic,
+        fullgraph=fullgraph,
+        backend=backend,
+        verify=verify,
+        cuda_graph=cuda_graph,
+        memory_budget=memory_budget,
+        options=options,
+        **more,
+    )
+    if target is None:
+        return functools.partial(_compile_target, options=resolved)
+    return _compile_target(target, options=resolved)
+
+
+def _compile_target(target: Any, *, options: CompileOptions) -> Any:
+    if isinstance(target, CompiledStep):
+        return CompiledStep(target._target, options)
+    if isinstance(target, nn.Module):
+        return _compile_module(target, options)
+    if not callable(target) or isinstance(target, type):
+        raise NotCompilable(kind=type(target).__name__)
+    return CompiledStep(target, options)
+
+
+def restore(module: nn.Module) -> nn.Module:
+    """Undo `compile(module)`; harmless on a module that is not compiled."""
+    call = compat.compiled_call(module)
+    if isinstance(call, CompiledStep):
+        call.close()
+        compat.set_compiled_call(module, None)
+    return module
+
+
+def explain(target: Any, *args: Any, **kwargs: Any) -> Explanation:
+    """What would be fused of a call `target(*args)`, and what not, with reasons; runs nothing."""
+    call = compat.compiled_call(target) if isinstance(target, nn.Module) else target
+    if not isinstance(call, CompiledStep):
+        function = target._call_impl if isinstance(target, nn.Module) else target
+        if not callable(function):
+            raise NotCompilable(kind=type(target).__name__)
+        call = CompiledStep(function, resolve())
+    return call.explain(*args, **kwargs)

@@ -1,0 +1,100 @@
+"""Regions: Dynamo's graphs between breaks, each with its derived backward, run by autograd.
+
+Hooks, DDP and FSDP2 work, since the real autograd engine calls the compiled backward.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from autodiff.split import partition
+from trainfuse.capture import compat
+from trainfuse.capture.lift import CaptureKind, input_fact, lift
+from trainfuse.capture.whole_step import Build
+
+
+def region_backend(build: Build, joint_passes: Callable[..., Any]) -> Callable[..., Any]:
+    """A torch.compile backend that hands every graph of a region to `build`.
+
+    joint_passes: called with the joint graph and AOTAutograd's keywords, gives (forward, backward).
+    """
+
+    def backend(gm: fx.GraphModule, examples: Sequence[Any], **_: Any) -> Any:
+        placeholders = gm.graph.find_nodes(op="placeholder")
+
+        def compiler(kind: CaptureKind) -> Callable[..., Any]:
+            def compile_(traced: fx.GraphModule, inputs: Sequence[Any]) -> Any:
+                facts, values = [], []
+                for node, fake in zip(
+                    traced.graph.find_nodes(op="placeholder"), inputs, strict=True
+                ):
+                    value, source = compat.origin(node, gm, placeholders, examples)
+                    if value is None:
+                        value = fake
+                    static = source is not None and compat.static_by_address(source)
+                    facts.append(input_fact(node.name, value, static, None))
+                    values.append(value)
+                return compat.boxed(build(lift(traced, facts, values, kind)))
+
+            return compile_
+
+        return compat.aot(
+            gm,
+            examples,
+            forward=compiler("forward"),
+            backward=compiler("backward"),
+            inference=compiler("inference"),
+            partition=joint_passes,
+        )
+
+    return backend
+
+
+class Regions:
+    """A function or module compiled region by region.
+
+    `breaks` collects Dynamo's reasons for splitting; the target's own optimizer runs as it is.
+    """
+
+    def __init__(
+        self,
+        target: Callable[..., Any],
+        build: Build,
+        *,
+        joint_passes: Callable[..., Any] = partition,
+        max_plans: int,
+        fullgraph: bool,
+        dynamic: bool | None,
+    ) -> None:
+        def regions(*args: Any, **kwargs: Any) -> Any:
+            return target(*args, **kwargs)
+
+        # a code object of its own, so that no two compiled targets share a cache or its limit
+        self._code = types.FunctionType(
+            regions.__code__.replace(), regions.__globals__, "regions", None, regions.__closure__
+        )
+        self._compiled = torch.compile(
+            self._code,
+            backend=region_backend(build, joint_passes),
+            fullgraph=fullgraph,
+            dynamic=False if dynamic is None else dynamic,
+        )
+        self._settings = compat.dynamo_settings(
+            recompile_limit=max_plans,
+            accumulated_recompile_limit=1 << 20,
+            skip_nnmodule_hook_guards=False,
+        )
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the target; its results stay differentiable."""
+        with self._settings:
+            return self._compiled(*args, **kwargs)
+
+    def close(self) -> None:
+        """Forget every plan."""
+        compat.reset_frame(self._code)
