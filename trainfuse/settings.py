@@ -184,11 +184,10 @@ def current(call: Layer = NO_CALL) -> Settings:
     return _resolve(_load_environment(), _context.get(), call)[0]
 
 
-def _enter(context: _Context, values: Mapping[str, Any]) -> Any:
-    token = _context.set(context)
+def _enter(context: _Context, values: Mapping[str, Any]) -> None:
+    _context.set(context)
     _warn_costly(values)
     _sync_log(values)
-    return token
 
 
 def _sync_log(values: Mapping[str, Any]) -> None:
@@ -226,11 +225,13 @@ class SettingsView:
         checked = validate(values)
         context = _context.get()
         patches = (*context.patches, Layer("patch", checked))
-        token = _enter(_Context(context.assigned, patches), checked)
+        _enter(_Context(context.assigned, patches), checked)
         try:
             yield current()
         finally:
-            _context.reset(token)
+            assigned = _context.get().assigned  # an assignment made inside outlives the block
+            same = assigned is context.assigned
+            _context.set(context if same else _Context(assigned, context.patches))
             _sync_log(checked)
 
     def reload_env(self) -> None:
