@@ -20,7 +20,7 @@ from benchmarks.cases import Case
 from trainfuse.testing import GradientReport, Training, gradient_report
 
 DEFAULT = ("eager", "compile", "compile-reduce-overhead", "trainfuse")
-ALL = (*DEFAULT, "compile-max-autotune", "trainfuse-max-autotune")
+ALL = (*DEFAULT, "compile-max-autotune")
 MODES = {
     "compile": "default",
     "compile-reduce-overhead": "reduce-overhead",
@@ -77,7 +77,7 @@ def _marked(step: Step) -> Step:
 
 def _assemble(name: str, case: Case, model: nn.Module, device: str) -> Step:
     """The contender's step over a model."""
-    ours = name.startswith("trainfuse")
+    ours = name == "trainfuse"
     fused = {} if ours or device == "cpu" else {"fused": True}
     optimizer = torch.optim.AdamW(model.parameters(), lr=case.learning_rate, **fused)
     forward = forward_of(case, model, device)
@@ -87,8 +87,7 @@ def _assemble(name: str, case: Case, model: nn.Module, device: str) -> Step:
     if name == "compile-reduce-overhead":
         return _marked(step)
     if ours:
-        mode = "max-autotune" if name.endswith("max-autotune") else "default"
-        return trainfuse.compile(step, mode=mode)
+        return trainfuse.compile(step)
     return step
 
 
@@ -125,7 +124,7 @@ def check_gradients(name: str, case: Case, device: str) -> tuple[GradientReport 
     if not case.check:
         return None, "no gradient check: the fp64 run does not fit"
     model, _ = case.build(device)
-    if has_dropout(model) and not name.startswith("trainfuse"):
+    if has_dropout(model) and not name == "trainfuse":
         return None, "no gradient check: its dropout masks are not the reference's"
 
     def make() -> Training:
@@ -138,7 +137,7 @@ def check_gradients(name: str, case: Case, device: str) -> tuple[GradientReport 
         return Training(step_of(forward, optimizer), model, [batch])
 
     def compiled(training: Training) -> Step:
-        if name.startswith("trainfuse"):
+        if name == "trainfuse":
             return trainfuse.compile(training.step)
         optimizer = torch.optim.SGD(training.model.parameters(), lr=0.05)
         forward = torch.compile(forward_of(case, training.model, device), mode=MODES[name])

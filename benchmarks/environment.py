@@ -32,7 +32,7 @@ def describe(device: str) -> dict[str, Any]:
     """GPU, driver, versions, commit and date; what can't be known is null."""
     gpu = torch.cuda.get_device_name() if device == "cuda" else platform.processor() or "CPU"
     query = ("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
-    commit = os.environ.get("TRAINFUSE_COMMIT") or _output("git", "rev-parse", "--short", "HEAD")
+    commit = os.environ.get("BENCH_COMMIT") or _output("git", "rev-parse", "--short", "HEAD")
     return {
         "gpu": gpu,
         "driver": _output(*query) if device == "cuda" else None,

@@ -33,6 +33,7 @@ import torch
 from benchmarks import contenders as field
 from benchmarks.cases import Case, full_cases, tiny_cases
 from benchmarks.environment import describe, results_name
+from trainfuse.settings import settings
 
 HEADLINE = ("mlp", "block", "gpt-small")
 WARM_UP = 5
@@ -59,6 +60,7 @@ def fresh_caches(root: str, name: str) -> None:
         folder = Path(root, name, variable.lower())
         folder.mkdir(parents=True, mode=0o700)
         os.environ[variable] = str(folder)
+    settings.reload_env()
 
 
 def start_workers(root: str, device: str) -> None:

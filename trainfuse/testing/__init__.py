@@ -14,10 +14,11 @@ from __future__ import annotations
 from trainfuse.testing.compare import GradientReport, TensorError, judge, rmse
 from trainfuse.testing.functions import assert_gradients_match
 from trainfuse.testing.reference import double_precision, fused_masks
-from trainfuse.testing.steps import StepTrace, Training, gradient_report, step_gradients
+from trainfuse.testing.steps import Step, StepTrace, Training, gradient_report, step_gradients
 
 __all__ = [
     "GradientReport",
+    "Step",
     "StepTrace",
     "TensorError",
     "Training",

@@ -20,10 +20,16 @@ Step = Callable[..., Any]
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """One differentiation: results by name, and the storage it worked on."""
+    """One differentiation: results by name, and the tensors that it worked on, kept alive so that
+    no two runs can be given the same memory one after the other."""
 
     results: dict[str, torch.Tensor | None]
-    storage: frozenset[int]
+    state: tuple[torch.Tensor, ...]
+
+    @property
+    def storage(self) -> frozenset[int]:
+        """Addresses of the state."""
+        return frozenset(t.untyped_storage().data_ptr() for t in self.state if t.numel())
 
 
 def _fresh(fn: Step, args: Any, dtype: torch.dtype | None) -> tuple[Step, Any]:
@@ -43,11 +49,10 @@ def _fresh(fn: Step, args: Any, dtype: torch.dtype | None) -> tuple[Step, Any]:
 
 def _differentiate(fn: Step, args: Any, seed: int, call: Step | None = None) -> _Run:
     leaves = tensors(args)
+    state = _state(fn, args)
     inputs = {f"d_arg{i}": a for i, a in enumerate(leaves) if a.requires_grad}
-    state = list(leaves)
     if isinstance(fn, nn.Module):
         inputs |= {f"d_{n}": p for n, p in fn.named_parameters() if p.requires_grad}
-        state += [*fn.parameters(), *fn.buffers()]
     torch.manual_seed(seed)
     outputs = tensors((call or fn)(*args))
     results: dict[str, torch.Tensor | None] = {
@@ -63,7 +68,7 @@ def _differentiate(fn: Step, args: Any, seed: int, call: Step | None = None) -> 
         results |= clones(zip(inputs, grads, strict=True))
     if isinstance(fn, nn.Module):
         results |= {f"buffer_{n}": b.detach().clone() for n, b in fn.named_buffers()}
-    return _Run(results, frozenset(t.untyped_storage().data_ptr() for t in state if t.numel()))
+    return _Run(results, state)
 
 
 def assert_gradients_match(
@@ -90,15 +95,15 @@ def assert_gradients_match(
         fp64 = _differentiate(*_fresh(fn, args, torch.float64), seed)
     own_fn, own_args = _fresh(fn, args, dtype)
     ours = _differentiate(own_fn, own_args, seed, compile_fn(own_fn))
-    originals = _storage_of(fn, args)
-    for one, two in ((ours, eager), (ours, fp64), (eager, fp64)):
-        assert not one.storage & two.storage, "two runs share storage: the comparison is void"
-    assert not ours.storage & originals, "a run works on the caller's tensors"
+    callers = _Run({}, _state(fn, args))
+    runs = (ours, eager, fp64, callers)
+    for i, one in enumerate(runs):
+        for two in runs[:i]:
+            assert not one.storage & two.storage, "runs share storage: the comparison is void"
     return GradientReport(judge(ours.results, eager.results, fp64.results, k=k), k).check()
 
 
-def _storage_of(fn: Step, args: Any) -> frozenset[int]:
-    state = tensors(args)
-    if isinstance(fn, nn.Module):
-        state += [*fn.parameters(), *fn.buffers()]
-    return frozenset(t.untyped_storage().data_ptr() for t in state if t.numel())
+def _state(fn: Step, args: Any) -> tuple[torch.Tensor, ...]:
+    """Tensors that a call of fn reads: arguments, parameters, buffers."""
+    own = [*fn.parameters(), *fn.buffers()] if isinstance(fn, nn.Module) else []
+    return (*tensors(args), *own)

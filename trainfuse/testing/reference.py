@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
-import autodiff.rng  # noqa: F401  # registers torch.ops.trainfuse.seed and keep_mask
 import torch
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
+
+import autodiff.rng  # noqa: F401  # registers torch.ops.trainfuse.seed and keep_mask
 
 _LOWERING = frozenset({torch.Tensor.float, torch.Tensor.half, torch.Tensor.bfloat16})
 
@@ -74,14 +75,20 @@ class _Masks:
         return (input.to(wide) * self.keep(input, p) * scale).to(input.dtype)
 
     def attention(
-        self, real: Callable[..., Any], query, key, value, attn_mask=None, dropout_p=0.0, **kwargs
-    ):
-        """Attention with dropout as ATen's math kernel has it; without, the real one."""
-        if dropout_p == 0.0:
-            return real(query, key, value, attn_mask, 0.0, **kwargs)
-        scale = kwargs.get("scale") or 1.0 / math.sqrt(query.size(-1))
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attn_mask: torch.Tensor | None,
+        dropout_p: float,
+        is_causal: bool,
+        scale: float | None,
+    ) -> torch.Tensor:
+        """Attention with dropout, as ATen's math kernel computes it."""
+        if scale is None:
+            scale = 1.0 / math.sqrt(query.size(-1))
         scores = (query * math.sqrt(scale)) @ (key.transpose(-2, -1) * math.sqrt(scale))
-        if kwargs.get("is_causal"):
+        if is_causal:
             shape = scores.shape[-2:]
             attn_mask = torch.ones(shape, dtype=torch.bool, device=scores.device).tril()
         if attn_mask is not None and attn_mask.dtype is torch.bool:
@@ -101,8 +108,22 @@ def fused_masks() -> Iterator[None]:
     masks = _Masks()
     real = functional.scaled_dot_product_attention
 
-    def attention(*args: Any, **kwargs: Any) -> torch.Tensor:
-        return masks.attention(real, *args, **kwargs)
+    def attention(  # the signature of F.scaled_dot_product_attention
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attn_mask: torch.Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> torch.Tensor:
+        if dropout_p == 0.0:
+            return real(
+                query, key, value, attn_mask, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa
+            )
+        assert not enable_gqa, "the reference has no grouped queries with dropout"
+        return masks.attention(query, key, value, attn_mask, dropout_p, is_causal, scale)
 
     with (
         mock.patch.object(functional, "dropout", masks.dropout),

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from trainfuse import settings
+from trainfuse.settings import settings
 from trainfuse.testing.compare import GradientReport, TensorError, judge
 from trainfuse.testing.reference import double_precision, fused_masks
 from trainfuse.testing.trees import map_tensors, tensors
@@ -85,7 +85,7 @@ def step_gradients(
     if dtype is torch.float64:
         training.model.double()
     before = {n: p.detach().clone() for n, p in training.model.named_parameters()}
-    step = compile_fn(training) if compile_fn else training.step
+    step = training.step if compile_fn is None else compile_fn(training)
     trace = StepTrace([], [], [], 0.0)
     for i in range(steps):
         batch = training.batches[i % len(training.batches)]
