@@ -163,6 +163,8 @@ def trace_template(
         named = dict(zip(roles, tensors, strict=True))
         for name in written:
             named[name] = named[name].clone()
+        # a half gradient whose cast was folded into the update is cast here
+        named["grad"] = named["grad"].to(param_dtype)
         step = named.get("step")
         if step is not None:
             named["step"] = step.double()

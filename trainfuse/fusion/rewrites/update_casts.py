@@ -1,0 +1,50 @@
+"""Fold the cast of a gradient into the update that reads it.
+
+Under autocast every weight gradient is computed in half precision and cast to the parameter's
+type only to be read by the optimizer. The update's template casts its gradient itself, so the
+copy in between is a write and a read saved. Obligations: the update is the cast's only reader, and
+the uncast gradient has the parameter's shape and strides (the update walks memory linearly).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+from autodiff.graph import TrainingGraph
+
+_CASTS = (
+    torch.ops.aten._to_copy.default,
+    torch.ops.prims.convert_element_type.default,
+)
+
+
+def fold_update_casts(tg: TrainingGraph) -> TrainingGraph:
+    """Let update nodes read half-precision gradients before their cast to the parameter's type."""
+    update = torch.ops.trainfuse.update.default
+    if not any(node.target is update for node in tg.graph.nodes):
+        return tg
+    tg, _ = tg.copy()
+    facts = dict(tg.facts)
+    for node in tg.graph.nodes:
+        if node.target is not update:
+            continue
+        params, grads, handle = node.args
+        node.args = (params, [_uncast(p, g) for p, g in zip(params, grads, strict=True)], handle)
+        for grad in grads:
+            if not grad.users and grad.op == "call_function":
+                tg.graph.erase_node(grad)
+                facts.pop(grad)
+    tg.gm.recompile()
+    return tg.replace(facts=facts)
+
+
+def _uncast(param: fx.Node, grad: fx.Node) -> fx.Node:
+    if grad.target not in _CASTS or len(grad.users) != 1:
+        return grad
+    source = grad.args[0]
+    assert isinstance(source, fx.Node)
+    before, after, owner = source.meta["val"], grad.meta["val"], param.meta["val"]
+    narrowing = before.dtype in (torch.float16, torch.bfloat16) and after.dtype == owner.dtype
+    layout = before.stride() == owner.stride() and before.shape == owner.shape
+    return source if narrowing and layout and before.device == owner.device else grad
