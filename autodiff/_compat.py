@@ -1,0 +1,37 @@
+"""Private torch names that autodiff touches, for torch 2.11 to 2.14."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import fx
+from torch._functorch import partitioners
+
+
+def backward_nodes(
+    joint: fx.GraphModule, static_indices: Sequence[int], num_fwd_outputs: int
+) -> set[fx.Node]:
+    """Nodes of a joint graph that belong to the backward: they need a cotangent, or were traced
+    while the derivative was taken."""
+    info = partitioners.classify_nodes(joint, list(static_indices), num_fwd_outputs)
+    required = set(info.required_fw_nodes)
+    closure = set(info.tangents_closure)
+    return {
+        node
+        for node in joint.graph.nodes
+        if node in closure
+        or (node not in required and node.meta.get("partitioner_tag") == "is_backward")
+    }
+
+
+def extract_modules(
+    joint: fx.GraphModule,
+    saved: Sequence[fx.Node],
+    saved_sizes: Sequence[fx.Node],
+    *,
+    num_fwd_outputs: int,
+) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """Forward and backward modules of a joint, in AOTAutograd's calling convention."""
+    extract: Any = partitioners._extract_fwd_bwd_modules
+    return extract(joint, list(saved), list(saved_sizes), num_fwd_outputs=num_fwd_outputs)

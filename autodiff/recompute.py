@@ -1,0 +1,393 @@
+"""What the backward phase saves and what it computes again: one minimum cut over real bytes."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils.checkpoint import CheckpointPolicy
+
+from . import ops
+from .graph import NodeFacts, TrainingGraph
+from .mincut import INFINITE, FlowNetwork
+from .rewrite import GraphEdit
+
+# Costs are in units of a sixteenth of a byte moved, so that cheap arithmetic has a price.
+_BYTE = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Effort:
+    """How far recompute goes.
+
+    pointwise: price of computing one byte again in a fused kernel. materialize: price of writing
+    a recomputed value that a GEMM of the backward reads. lasting: price of a value that the
+    forward keeps across a GEMM, such as a residual stream: computing it again keeps it across
+    the backward too. moderate, contraction: price of a reduction, norm or gather, and of a GEMM.
+    None forbids it.
+    """
+
+    pointwise: int
+    materialize: int
+    lasting: int | None = None
+    moderate: int | None = None
+    contraction: int | None = None
+
+
+# Tried in this order until the memory budget is met; the first is what runs without a budget.
+EFFORTS: tuple[Effort, ...] = (
+    Effort(pointwise=1, materialize=24),
+    Effort(pointwise=0, materialize=2),
+    Effort(pointwise=0, materialize=0, moderate=4),
+    *(
+        Effort(pointwise=0, materialize=0, lasting=12, moderate=1, contraction=price)
+        for price in (24, 12, 6, 3, 1)
+    ),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class RecomputeReport:
+    """What recompute chose.
+
+    saved, recomputed: names of forward nodes. saved_bytes: of what is saved, inputs that live
+    anyway not counted. baseline_bytes: the same for saving all that the derivative formulas read.
+    within_budget: False when even the greatest effort exceeds the memory budget.
+    """
+
+    saved: tuple[str, ...]
+    saved_bytes: int
+    recomputed: tuple[str, ...]
+    baseline_bytes: int
+    within_budget: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """Forward nodes (and inputs) that cross into the backward, and those computed again."""
+
+    saved: tuple[fx.Node, ...]
+    recomputed: tuple[fx.Node, ...]
+    report: RecomputeReport
+
+
+def plan_recompute(
+    tg: TrainingGraph, memory_budget: float | None = None
+) -> tuple[TrainingGraph, RecomputeReport]:
+    """Duplicate the recomputed forward nodes into the backward phase of a whole step.
+
+    memory_budget: None, a fraction (a float up to 1) of the baseline's bytes, or bytes. A copy
+    stands just before its first reader, takes that reader's phase and link (a recomputed node
+    belongs to the backward that needs it) and keeps its own source line.
+    """
+    choice = choose(tg, memory_budget)
+    if not choice.recomputed:
+        return tg, choice.report
+    return _duplicate(tg, choice.recomputed), choice.report
+
+
+def choose(
+    tg: TrainingGraph,
+    memory_budget: float | None = None,
+    *,
+    static_inputs: Collection[fx.Node] | None = None,
+    demanded: Collection[fx.Node] = (),
+) -> Choice:
+    """Choose what to save, with the least effort that meets the budget.
+
+    static_inputs: placeholders that live through the step anyway (None: all of them).
+    demanded: forward values that the backward returns unchanged.
+    """
+    problem = _Problem(tg, static_inputs, demanded)
+    baseline = problem.baseline_bytes()
+    limit = _limit(memory_budget, baseline)
+    best: tuple[int, list[fx.Node], list[fx.Node]] | None = None
+    for effort in EFFORTS:
+        saved, recomputed = problem.cut(effort)
+        cost = sum(problem.held_bytes(node) for node in saved)
+        if best is None or cost < best[0]:
+            best = cost, saved, recomputed
+        if limit is None or cost <= limit:
+            break
+    assert best is not None
+    cost, saved, recomputed = best
+    report = RecomputeReport(
+        saved=tuple(node.name for node in saved if node.op == "call_function"),
+        saved_bytes=cost,
+        recomputed=tuple(node.name for node in recomputed),
+        baseline_bytes=baseline,
+        within_budget=limit is None or cost <= limit,
+    )
+    return Choice(tuple(saved), tuple(recomputed), report)
+
+
+def _limit(memory_budget: float | None, baseline: int) -> int | None:
+    if memory_budget is None:
+        return None
+    if isinstance(memory_budget, float) and memory_budget <= 1.0:
+        return int(memory_budget * baseline)
+    return int(memory_budget)
+
+
+def num_bytes(node: fx.Node) -> int:
+    """Bytes of a tensor node's elements; symbolic sizes count by their hint, else 0."""
+    value = node.meta.get("val")
+    if not isinstance(value, torch.Tensor):
+        return 0
+    count = 1
+    for size in value.shape:
+        count *= size if isinstance(size, int) else size.node.hint or 1
+    return count * value.dtype.itemsize
+
+
+def _is_fusible(node: fx.Node) -> bool:
+    row = ops.lookup(node.target)
+    return row.kind in ("pointwise", "reduction", "creation", "norm", "softmax") or (
+        row.name == "trainfuse.keep_mask.default"
+    )
+
+
+def _readers(node: fx.Node) -> list[fx.Node]:
+    """Nodes that read a value, seen through views."""
+    found: list[fx.Node] = []
+    pending, seen = [node], {node}
+    while pending:
+        for user in pending.pop().users:
+            if user in seen:
+                continue
+            seen.add(user)
+            if user.op == "call_function" and _is_view(user):
+                pending.append(user)
+            else:
+                found.append(user)
+    return found
+
+
+def _is_view(node: fx.Node) -> bool:
+    return ops.lookup(node.target).kind == "view" and node.target is not operator.getitem
+
+
+class _Problem:
+    """One graph's cut problem: built once, cut at several efforts."""
+
+    def __init__(
+        self,
+        tg: TrainingGraph,
+        static_inputs: Collection[fx.Node] | None,
+        demanded: Collection[fx.Node],
+    ) -> None:
+        self.tg = tg
+        inputs = [fact for fact in tg.inputs if fact.kind != "tangent"]
+        names = {fact.name for fact in inputs}
+        self.forward = [
+            node
+            for node in tg.graph.nodes
+            if node.op == "get_attr"
+            or (node.op == "placeholder" and node.name in names)
+            or (node.op == "call_function" and tg.phase(node) == "forward")
+        ]
+        members = set(self.forward)
+        self.static = {
+            node
+            for node in self.forward
+            if node.op == "get_attr"
+            or (node.op == "placeholder" and (static_inputs is None or node in static_inputs))
+        }
+        self.needed = {
+            node
+            for node in self.forward
+            if node in demanded
+            or any(user not in members and user.op != "output" for user in node.users)
+        }
+        self.members = members
+        self.lasting = self._find_lasting()
+        self.written = {node for node in tg.output_nodes if isinstance(node, fx.Node)}
+        self._restrict()
+
+    def _restrict(self) -> None:
+        """Keep only what a needed value is computed from."""
+        relevant: set[fx.Node] = set()
+        pending = list(self.needed)
+        while pending:
+            node = pending.pop()
+            if node not in relevant:
+                relevant.add(node)
+                pending.extend(node.all_input_nodes)
+        self.forward = [node for node in self.forward if node in relevant]
+        self.tagged = {node for node in self.forward if _must_recompute(node)}
+
+    def _find_lasting(self) -> set[fx.Node]:
+        """Values read again after a kernel boundary that they lead to, so held in memory."""
+        position = {node: i for i, node in enumerate(self.forward)}
+        boundary: dict[fx.Node, int] = {}
+        last_read: dict[fx.Node, int] = {}
+        for node in reversed(self.forward):
+            first, last = len(position), -1
+            for user in node.users:
+                if user not in position:
+                    continue
+                through = _is_view(user) or user.target is operator.getitem
+                last = max(last, last_read[user] if through else position[user])
+                passes = through or _is_fusible(user)
+                first = min(first, boundary[user] if passes else position[user])
+            boundary[node], last_read[node] = first, last
+        return {node for node in self.forward if last_read[node] > boundary[node]}
+
+    def held_bytes(self, node: fx.Node) -> int:
+        """Memory that saving a node costs."""
+        return 0 if node in self.static else num_bytes(node)
+
+    def baseline_bytes(self) -> int:
+        """Bytes held if everything the derivative formulas read were saved."""
+        bases: set[fx.Node] = set()
+        for node in self.needed:
+            base = node
+            while base.op == "call_function" and _is_view(base):
+                parent = base.args[0]
+                assert isinstance(parent, fx.Node)
+                base = parent
+            bases.add(base)
+        return sum(self.held_bytes(node) for node in bases)
+
+    def cut(self, effort: Effort) -> tuple[list[fx.Node], list[fx.Node]]:
+        """(saved, recomputed) at one effort, in graph order."""
+        source, sink = 2 * len(self.forward), 2 * len(self.forward) + 1
+        network = FlowNetwork(2 * len(self.forward) + 2)
+        index = {node: i for i, node in enumerate(self.forward)}
+        for node, i in index.items():
+            network.add_edge(2 * i, 2 * i + 1, self._save_cost(node))
+            again = self._again_cost(node, effort)
+            if again > 0:
+                network.add_edge(source, 2 * i, again)
+            if node in self.needed:
+                network.add_edge(2 * i + 1, sink, INFINITE)
+            for user in node.users:
+                if user in index:
+                    network.add_edge(2 * i + 1, 2 * index[user], INFINITE)
+        reached = network.source_side(source, sink)
+        assert reached is not None, "a value can be neither saved nor computed again"
+        saved = [n for n, i in index.items() if 2 * i in reached and 2 * i + 1 not in reached]
+        recomputed = [n for n, i in index.items() if 2 * i not in reached]
+        return saved, recomputed
+
+    def _save_cost(self, node: fx.Node) -> int:
+        """Price of keeping a value: its read, and its write where no kernel stores it anyway."""
+        if node in self.static:
+            return 0
+        value = node.meta.get("val")
+        if isinstance(value, (tuple, list)) or (node.op == "call_function" and _is_view(node)):
+            return INFINITE  # the parts are saved, and the base: a view holds the whole storage
+        if not isinstance(value, torch.Tensor):
+            return 0
+        if ops.lookup(node.target).name == "trainfuse.keep_mask.default":
+            return INFINITE  # the seed is saved instead
+        if node in self.tagged and not self._leaves_checkpoint(node):
+            return INFINITE
+        stored = (
+            node.op == "placeholder"
+            or not _is_fusible(node)
+            or node in self.written
+            or node in self.lasting
+            or any(
+                user in self.members and not _is_fusible(user)
+                for user in _readers(node)
+                if user.op == "call_function"
+            )
+        )
+        return max(num_bytes(node), 1) * _BYTE * (1 if stored else 2)
+
+    def _leaves_checkpoint(self, node: fx.Node) -> bool:
+        """Whether a tagged value is read outside its checkpointed region, where eager keeps it."""
+        region = node.meta.get("ac_graph_id")
+        return ops.is_random(node.target) or any(
+            user in self.members
+            and (not _must_recompute(user) or user.meta.get("ac_graph_id") != region)
+            for user in node.users
+        )
+
+    def _again_cost(self, node: fx.Node, effort: Effort) -> int:
+        """Price of computing a value again; INFINITE where that is wrong or forbidden."""
+        if node.op != "call_function":
+            return INFINITE
+        if ops.draws_randomness(node) or ops.is_effect(node):
+            return INFINITE
+        if node in self.tagged:
+            return 0
+        if node.meta.get("recompute") == CheckpointPolicy.MUST_SAVE:
+            return INFINITE
+        if node.target is operator.getitem:
+            return 0  # its tuple has the price
+        size = max(_total_bytes(node), 1)
+        match ops.lookup(node.target).cost:
+            case "free":
+                return 0
+            case "cheap":
+                cost = size * effort.pointwise
+            case "moderate" if effort.moderate is not None:
+                cost = size * effort.moderate
+            case "expensive" if effort.contraction is not None:
+                cost = size * effort.contraction
+            case _:
+                return INFINITE
+        if node in self.lasting:
+            if effort.lasting is None:
+                return INFINITE
+            cost += size * effort.lasting
+        if any(
+            user not in self.members and user.op == "call_function" and not _is_fusible(user)
+            for user in _readers(node)
+        ):
+            cost += size * effort.materialize
+        return cost
+
+
+def _total_bytes(node: fx.Node) -> int:
+    value = node.meta.get("val")
+    if isinstance(value, (tuple, list)):
+        return sum(num_bytes(user) for user in node.users)
+    return num_bytes(node)
+
+
+def _must_recompute(node: fx.Node) -> bool:
+    return node.meta.get("recompute") in (
+        CheckpointPolicy.MUST_RECOMPUTE,
+        CheckpointPolicy.PREFER_RECOMPUTE,
+    )
+
+
+def _duplicate(tg: TrainingGraph, recomputed: Sequence[fx.Node]) -> TrainingGraph:
+    edit = GraphEdit(tg)
+    rank = {node: i for i, node in enumerate(edit.graph.nodes)}
+    anchor_of: dict[fx.Node, fx.Node] = {}
+    front: dict[fx.Node, fx.Node] = {}
+    # Latest first, so that a copy's readers, copies included, are placed before it is.
+    for old in reversed(recomputed):
+        node = edit.mapping[old]
+        readers = [
+            user
+            for user in node.users
+            if user.op == "call_function" and edit.facts[user].phase != "forward"
+        ]
+        if not readers:
+            continue
+        anchor = min((anchor_of.get(user, user) for user in readers), key=rank.__getitem__)
+        with edit.graph.inserting_before(front.get(anchor, anchor)):
+            copy = edit.graph.node_copy(node)
+        fact = edit.facts[anchor]
+        edit.facts[copy] = NodeFacts(fact.phase, fact.forward_of, edit.facts[node].where)
+        anchor_of[copy], front[anchor] = anchor, copy
+        for user in readers:
+            user.replace_input_with(node, copy)
+    edit.eliminate_dead()
+    return edit.finish()
+
+
+def saved_values(choice: Choice) -> tuple[list[fx.Node], list[Any]]:
+    """The saved nodes as AOTAutograd wants them: tensors, then sizes."""
+    tensors = [n for n in choice.saved if isinstance(n.meta.get("val"), torch.Tensor)]
+    sizes = [n for n in choice.saved if isinstance(n.meta.get("val"), torch.SymInt)]
+    return tensors, sizes

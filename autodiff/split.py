@@ -1,0 +1,103 @@
+"""From AOTAutograd's joint graph to a forward and a backward graph."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import fx
+
+from . import _compat
+from .derive import cleanup
+from .graph import InputFact, NodeFacts, TrainingGraph
+from .recompute import Choice, choose, saved_values
+from .rng import functionalize_dropout
+
+
+def partition(
+    joint: fx.GraphModule,
+    joint_inputs: Any,
+    *,
+    num_fwd_outputs: int,
+    static_lifetime_input_indices: Sequence[int] | None = None,
+    memory_budget: float | None = None,
+    fast_rng: bool = True,
+    **_: Any,
+) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """AOTAutograd's partition_fn: (forward, backward), saving what our minimum cut chooses.
+
+    memory_budget: as in `plan_recompute`. fast_rng: draw dropout masks from one saved seed, so
+    that no mask is saved; otherwise masks are eager's and are saved.
+    """
+    static = tuple(static_lifetime_input_indices or ())
+    tg = joint_graph(joint, num_fwd_outputs, static)
+    if fast_rng:
+        tg = functionalize_dropout(tg)
+    tg = cleanup(tg)
+    choice = choose_for_joint(tg, num_fwd_outputs, static, memory_budget)
+    tensors, sizes = saved_values(choice)
+    return _compat.extract_modules(tg.gm, tensors, sizes, num_fwd_outputs=num_fwd_outputs)
+
+
+def joint_graph(
+    joint: fx.GraphModule, num_fwd_outputs: int, static_indices: Sequence[int] = ()
+) -> TrainingGraph:
+    """A joint as a training graph: phases by need of a cotangent, links by sequence number.
+
+    Its outputs are the forward's, then the gradients (None where none is wanted).
+    """
+    backward = _compat.backward_nodes(joint, static_indices, num_fwd_outputs)
+    facts: dict[fx.Node, NodeFacts] = {}
+    forward_by_number: dict[int, str] = {}
+    inputs: list[InputFact] = []
+    for node in joint.graph.nodes:
+        if node.op == "placeholder":
+            inputs.append(_input_fact(node, len(inputs) in static_indices))
+        if node.op != "call_function":
+            continue
+        number = node.meta.get("seq_nr", -1)
+        if node in backward:
+            facts[node] = NodeFacts("backward", forward_by_number.get(number))
+        else:
+            forward_by_number[number] = node.name
+            facts[node] = NodeFacts("forward")
+    outputs: Any = joint.graph.output_node().args[0]
+    tg = TrainingGraph(joint, facts, tuple(inputs), len(outputs))
+    return _forward_first(tg)
+
+
+def _input_fact(node: fx.Node, static: bool) -> InputFact:
+    if "tangents" in str(node.target):
+        return InputFact(node.name, "tangent")
+    return InputFact(node.name, "parameter" if static else "input")
+
+
+def _forward_first(tg: TrainingGraph) -> TrainingGraph:
+    """The same graph with its forward nodes ahead of its backward nodes, else in order."""
+    phases = [tg.phase(node) for node in tg.nodes()]
+    if phases == sorted(phases, key=("forward", "backward").index):
+        return tg
+    moved, mapping = tg.copy()
+    anchor = mapping[next(node for node in tg.nodes() if tg.phase(node) == "backward")]
+    for node in tg.nodes("forward"):
+        anchor.prepend(mapping[node])
+    moved.gm.recompile()
+    return moved
+
+
+def choose_for_joint(
+    tg: TrainingGraph,
+    num_fwd_outputs: int,
+    static_indices: Sequence[int] = (),
+    memory_budget: float | None = None,
+) -> Choice:
+    """What the forward of a joint saves; only static inputs live through the step anyway."""
+    placeholders = [node for node in tg.graph.nodes if node.op == "placeholder"]
+    static = {placeholders[index] for index in static_indices}
+    gradients = tg.output_nodes[num_fwd_outputs:]
+    demanded = {
+        node
+        for node in gradients
+        if isinstance(node, fx.Node) and (node.op == "placeholder" or tg.phase(node) == "forward")
+    }
+    return choose(tg, memory_budget, static_inputs=static, demanded=demanded)
