@@ -1,0 +1,111 @@
+"""A group as the program calls it: gated on its first call, a bare launch from then on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, fx
+
+from autodiff.reference import run_nodes
+from trainfuse.runtime.emit import operators
+from trainfuse.runtime.fallback import Boundary, Failure, Stage
+from trainfuse.runtime.gate import Gate, References, group_environment
+from trainfuse.runtime.launch import GroupLauncher
+from trainfuse.runtime.repro import write_repro
+
+if TYPE_CHECKING:
+    from trainfuse.codegen.ir import GroupKernel
+    from trainfuse.fusion.plan import FusionGroup
+
+
+class GroupCall:
+    """Launches one group. `failed` is set once it runs as ATen; the plan then prints it so.
+
+    gate: None trusts the kernel. where: the user's source line.
+    """
+
+    def __init__(
+        self,
+        group: FusionGroup,
+        kernel: GroupKernel,
+        launcher: GroupLauncher,
+        boundary: Boundary,
+        gate: Gate | None,
+        repro_folder: Path | None,
+        where: str | None = None,
+    ) -> None:
+        self.group, self.kernel, self.launcher = group, kernel, launcher
+        self._boundary, self._gate, self._repro_folder = boundary, gate, repro_folder
+        self._where = where
+        self._trusted = False
+        self.failed = False
+
+    def __call__(self, *inputs: Tensor, out: Sequence[Tensor]) -> None:
+        """Write the group's outputs into `out`, in the order of group.outputs."""
+        if self._trusted:
+            self.launcher(inputs, out)
+        else:
+            self._first(inputs, out)
+
+    def _first(self, inputs: Sequence[Tensor], out: Sequence[Tensor]) -> None:
+        key = self.kernel.key
+        if key in self._boundary.failures:
+            self._run_aten(inputs, out, None)
+            return
+        gate = None if self._gate is None or key in self._gate.passed else self._gate
+        refs = None
+        if gate is not None:
+            env = group_environment(self.group, inputs)
+            refs = gate.references(self.group.nodes, env, self.group.outputs)
+        kept = _keep_overwritten(inputs, out) if refs is not None else inputs
+        stage: Stage = "launch"
+        problem = self._boundary.attempt(lambda: self.launcher(inputs, out), stage)
+        if problem is None and refs is not None and gate is not None:
+            stage, problem = "gate", gate.compare(out, refs)
+        if problem is not None:
+            self._fail(stage, problem, kept)
+            self._run_aten(kept, out, refs)
+            return
+        if gate is not None and refs is not None:
+            gate.passed.add(key)
+        self._trusted = True
+
+    def _fail(self, stage: Stage, problem: str, inputs: Sequence[Tensor]) -> None:
+        repro = write_repro(self._repro_folder, self.group, self.kernel, inputs, problem)
+        self._boundary.record(
+            self.kernel.key, group_failure(self.group, stage, problem, self._where, repro)
+        )
+
+    def _run_aten(
+        self, inputs: Sequence[Tensor], out: Sequence[Tensor], refs: References | None
+    ) -> None:
+        self.failed = True
+        if refs is None:
+            values = run_nodes(self.group.nodes, group_environment(self.group, inputs))
+            results = [values[n] for n in self.group.outputs]
+        else:
+            results = refs.native
+        for target, value in zip(out, results, strict=True):
+            target.copy_(value)
+
+
+def group_failure(
+    group: FusionGroup, stage: Stage, problem: str, where: str | None, repro: str = ""
+) -> Failure:
+    """A failure with the group's name, operators and line."""
+    nodes: Sequence[fx.Node] = group.nodes
+    return Failure(group.name, stage, problem, operators(nodes), where, repro)
+
+
+def _keep_overwritten(inputs: Sequence[Tensor], out: Sequence[Tensor]) -> list[Tensor]:
+    """The inputs, with clones of those that the kernel writes in place."""
+    written = {t.untyped_storage().data_ptr() for t in out}
+    return [
+        t.clone(memory_format=torch.preserve_format)
+        if t.untyped_storage().data_ptr() in written
+        else t
+        for t in inputs
+    ]

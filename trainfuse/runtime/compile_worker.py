@@ -1,0 +1,91 @@
+"""Compiles Triton kernels, in this process or as a worker that reads jobs from stdin.
+
+As a script it imports Triton only, never torch, so that a worker starts in a fraction of a second.
+One JSON object a line each way: a job's fields in, `{"error": null or text}` out.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import sys
+import tempfile
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+_DIVISIBLE = [["tt.divisibility", 16]]
+
+
+def load_source(path: Path) -> ModuleType:
+    """Import a kernel's module from the file that holds its text."""
+    spec = importlib.util.spec_from_file_location(f"trainfuse_kernel_{path.parent.name}", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def compile_kernel(job: dict[str, Any]) -> None:
+    """Compile one function and leave `STEM.cubin` and `STEM.json` in the job's folder.
+
+    job: source, folder, stem, function, types (one a parameter), aligned, num_warps, num_stages,
+    arch (90 for sm_90). Files appear by renaming, metadata last: a reader never sees half a kernel.
+    """
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    function = getattr(load_source(Path(job["source"])), job["function"])
+    signature = dict(zip(function.arg_names, job["types"], strict=True))
+    pointers = [i for i, kind in enumerate(job["types"]) if kind.startswith("*")]
+    attrs = {(i,): _DIVISIBLE for i in pointers} if job["aligned"] else {}
+    compiled = triton.compile(
+        ASTSource(function, signature, {}, attrs),
+        target=GPUTarget("cuda", job["arch"], 32),
+        options={"num_warps": job["num_warps"], "num_stages": job["num_stages"]},
+    )
+    metadata = next(Path(p) for name, p in compiled.metadata_group.items() if name[-5:] == ".json")
+    folder = Path(job["folder"])
+    write_atomically(folder / f"{job['stem']}.cubin", compiled.asm["cubin"])
+    write_atomically(folder / f"{job['stem']}.json", metadata.read_bytes())
+
+
+def write_atomically(path: Path, data: bytes) -> None:
+    """Write a file that other processes see whole or not at all."""
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=".writing-")
+    with os.fdopen(handle, "wb") as file:
+        file.write(data)
+    os.replace(name, path)
+
+
+def serve() -> None:
+    """Answer jobs until stdin ends; an error is the last answer, and ends the process."""
+    replies = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what a compiler prints must not reach the protocol
+
+    def answer(error: str | None) -> None:
+        replies.write(json.dumps({"error": error}) + "\n")
+        replies.flush()
+
+    sys.excepthook = lambda kind, problem, _: answer(f"{kind.__name__}: {problem}")
+    for line in sys.stdin:
+        compile_kernel(json.loads(line))
+        answer(None)
+
+
+def _bypass_package(folder: Path) -> None:
+    """Let kernels import trainfuse.codegen.triton_lib without the package, which imports torch."""
+    for name, place in (("trainfuse", folder), ("trainfuse.codegen", folder / "codegen")):
+        package = ModuleType(name)
+        package.__path__ = [str(place)]
+        sys.modules[name] = package
+
+
+if __name__ == "__main__":
+    _bypass_package(Path(__file__).parent.parent)
+    with tempfile.TemporaryDirectory(prefix="trainfuse-worker-") as scratch:
+        os.environ["TRITON_CACHE_DIR"] = scratch
+        serve()

@@ -1,0 +1,226 @@
+"""Prints a program: readable Python text, one statement a step. Printed text is executed text."""
+
+from __future__ import annotations
+
+import keyword
+import operator
+import textwrap
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from autodiff.graph import TrainingGraph
+from trainfuse.runtime.memory import MemoryPlan, Step, deaths
+
+RESERVED = frozenset({"aten", "prims", "torch", "operator", "args", "step", "inf", "nan"})
+_WIDTH = 96
+
+
+@dataclass
+class Namer:
+    """Gives every graph value a Python name that nothing else in the text uses."""
+
+    taken: set[str]
+    names: dict[fx.Node, str] = field(default_factory=dict)
+
+    def __getitem__(self, node: fx.Node) -> str:
+        if node not in self.names:
+            self.names[node] = self.fresh(node.name)
+        return self.names[node]
+
+    def fresh(self, name: str) -> str:
+        """A name like this one that nothing uses yet."""
+        while name in self.taken or keyword.iskeyword(name):
+            name += "_"
+        self.taken.add(name)
+        return name
+
+
+@dataclass
+class Expressions:
+    """Python text of ATen calls and their arguments; namespace collects what the text refers to.
+
+    owner: the module that get_attr nodes read from.
+    """
+
+    owner: Any
+    namer: Namer
+    namespace: dict[str, Any]
+
+    def __post_init__(self) -> None:
+        self.namespace.update(torch=torch, aten=torch.ops.aten, prims=torch.ops.prims)
+        self.namespace.update(inf=float("inf"), nan=float("nan"))
+
+    def name(self, node: fx.Node) -> str:
+        """The variable that holds a value."""
+        return self.constant(node) if node.op == "get_attr" else self.namer[node]
+
+    def constant(self, node: fx.Node) -> str:
+        """A get_attr's value, bound under the node's name."""
+        name = self.namer[node]
+        if name not in self.namespace:
+            self.namespace[name] = operator.attrgetter(str(node.target))(self.owner)
+        return name
+
+    def call(self, node: fx.Node) -> str:
+        """A call_function node, an overload by its full name."""
+        if node.target is operator.getitem:
+            return f"{self.value(node.args[0])}[{self.value(node.args[1])}]"
+        parts = [self.value(a) for a in node.args]
+        parts += [f"{key}={self.value(v)}" for key, v in node.kwargs.items()]
+        return f"{self._callee(node.target)}({', '.join(parts)})"
+
+    def _callee(self, target: Any) -> str:
+        if isinstance(target, torch._ops.OpOverload):
+            space = target.namespace
+            prefix = space if space in ("aten", "prims") else f"torch.ops.{space}"
+            return f"{prefix}.{target._schema.name.split('::')[1]}.{target._overloadname}"
+        name = getattr(target, "__name__", "function")
+        while name in self.namer.taken and self.namespace.get(name) is not target:
+            name += "_"
+        self.namespace[name] = target
+        self.namer.taken.add(name)
+        return name
+
+    def value(self, value: Any) -> str:
+        """Python text of an argument."""
+        match value:
+            case fx.Node():
+                return self.name(value)
+            case list():
+                return f"[{', '.join(self.value(v) for v in value)}]"
+            case tuple():
+                return f"({''.join(self.value(v) + ', ' for v in value)})"
+            case slice():
+                parts = (value.start, value.stop, value.step)
+                return f"slice({', '.join(self.value(v) for v in parts)})"
+            case dict():
+                return f"{{{', '.join(f'{k!r}: {self.value(v)}' for k, v in value.items())}}}"
+            case torch.device():
+                return device_text(value)
+            case _:
+                assert not isinstance(value, Tensor), "a tensor constant must be a get_attr node"
+                return repr(value)
+
+
+class Printer(Expressions):
+    """Text and namespace of one program.
+
+    callables: names that the text may call (group launches, compiled phases, updates).
+    """
+
+    def __init__(self, tg: TrainingGraph, plan: MemoryPlan, callables: Mapping[str, Any]) -> None:
+        super().__init__(tg.gm, Namer(set(RESERVED | callables.keys())), dict(callables))
+        self.tg = tg
+        self.plan = plan
+        self._kept = {n: self.namer.fresh(f"{self.name(n)}_kept") for n in plan.kept}
+
+    def render(self) -> str:
+        """The whole module: `def step(args)`, which empties `args` and returns the outputs."""
+        lines = ["def step(args):", *self._unpack()]
+        dead = deaths(self.plan, self.tg)
+        lines += self._delete(dead[0])
+        phase, where = "", None
+        for step, dying in zip(self.plan.steps, dead[1:], strict=True):
+            if step.node is not None or step.group is not None:
+                first = step.node if step.group is None else step.group.nodes[0]
+                assert first is not None
+                if (now := self.tg.phase(first)) != phase:
+                    phase = now
+                    lines += ["", f"    # {phase}"]
+                if (line := self.tg.where(first)) not in (None, where):
+                    where = line
+                    lines.append(f"    # {where}")
+            lines += self._statement(step)
+            lines += self._delete(dying)
+        outputs = ", ".join(self._output(n) for n in self.tg.output_nodes[: self.tg.num_outputs])
+        return "\n".join([*lines, f"    return [{outputs}]", ""])
+
+    # -- statements ---------------------------------------------------------------------------
+
+    def _unpack(self) -> list[str]:
+        names = [self.namer[n] for n in self.tg.graph.find_nodes(op="placeholder")]
+        if not names:
+            return []
+        return [*_wrapped("    (", [*names[:-1], names[-1]], ",) = args"), "    args.clear()"]
+
+    def _delete(self, nodes: Iterable[fx.Node]) -> list[str]:
+        names = [self.namer[n] for n in nodes]
+        return _wrapped("    del ", names, "", bare=True) if names else []
+
+    def _statement(self, step: Step) -> list[str]:
+        match step.kind:
+            case "aten":
+                assert step.node is not None
+                return [f"    {self.namer[step.node]} = {self.call(step.node)}"]
+            case "group":
+                return self._launch(step)
+            case "graph":
+                results = "".join(f"{self.namer[n]}, " for n in step.writes)
+                call = _wrapped(f"    {results}= {step.name}(", [self.name(n) for n in step.reads])
+                return call
+            case "update":
+                assert step.node is not None
+                arguments = [self.value(a) for a in step.node.args[:2]]
+                return _wrapped(f"    {step.name}(", arguments)
+            case "copy":
+                assert step.target is not None
+                return [f"    {self.namer[step.target]}.copy_({self._output(step.reads[0])})"]
+            case "clone":
+                name = self.name(step.reads[0])
+                return [f"    {self._output(step.reads[0])} = {name}.clone()"]
+
+    def _launch(self, step: Step) -> list[str]:
+        assert step.group is not None
+        lines = [f"    # {step.name}: {operators(step.group.nodes)}"]
+        for node in step.writes:
+            if node not in self.plan.in_place:
+                v = node.meta["val"]
+                lines.append(
+                    f"    {self.namer[node]} = torch.empty_strided({tuple(v.shape)},"
+                    f" {tuple(v.stride())}, dtype={v.dtype}, device={device_text(v.device)})"
+                )
+        outputs = ", ".join(self.name(n) for n in step.writes)
+        arguments = [self.name(n) for n in step.reads]
+        return [*lines, *_wrapped(f"    {step.name}(", [*arguments, f"out=[{outputs}]"])]
+
+    # -- values -------------------------------------------------------------------------------
+
+    def name(self, node: fx.Node) -> str:
+        """The variable that holds a value: its placeholder's if it was written in place."""
+        return super().name(self.plan.in_place.get(node, node))
+
+    def _output(self, node: Any) -> str:
+        kept = self._kept.get(node) if isinstance(node, fx.Node) else None
+        return self.value(node) if kept is None else kept
+
+
+def operators(nodes: Iterable[fx.Node]) -> str:
+    """Names of the operators of some nodes, each once, in order."""
+    names = (getattr(n.target, "_opname", getattr(n.target, "__name__", "?")) for n in nodes)
+    return ", ".join(dict.fromkeys(names))
+
+
+def device_text(device: torch.device) -> str:
+    return f"torch.device({str(device)!r})"
+
+
+def _wrapped(start: str, parts: list[str], end: str = ")", bare: bool = False) -> list[str]:
+    """`start part, part end` on one line, or filled over several."""
+    line = f"{start}{', '.join(parts)}{end}"
+    if len(line) <= _WIDTH:
+        return [line]
+    body = textwrap.fill(
+        ", ".join(parts),
+        _WIDTH,
+        initial_indent=" " * 8,
+        subsequent_indent=" " * 8,
+        break_long_words=False,
+        break_on_hyphens=False,
+    ).split("\n")
+    if bare:
+        return [f"{start.rstrip()} (", *body, "    )"]
+    return [start, *body, f"    {end.lstrip(',')}" if end == ")" else f"    {end}"]

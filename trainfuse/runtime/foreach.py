@@ -1,0 +1,267 @@
+"""The optimizer's update: one launch a bucket of parameters that share a template."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, fx
+
+from autodiff.graph import Refusal
+from autodiff.reference import run_nodes
+from trainfuse.codegen.schedules.foreach import ForeachKernel, lower_foreach
+from trainfuse.codegen.schedules.foreach_tables import (
+    all_aligned,
+    chunk_for,
+    walk_together,
+)
+from trainfuse.log import get_logger
+from trainfuse.runtime.cache import Variant
+from trainfuse.runtime.fallback import Failure, Stage
+from trainfuse.runtime.foreach_launch import ForeachLauncher
+from trainfuse.runtime.gate import Gate
+from trainfuse.runtime.launch import INTERPRETER
+
+if TYPE_CHECKING:
+    from trainfuse.capture.optimizers import Bucket, UpdateHandle, UpdateTemplate
+    from trainfuse.runtime.program import RuntimeOptions
+
+Entry = dict[str, Tensor]
+_GATED_ELEMENTS = 1 << 24
+"""Elements that the gate compares: whole parameters, small ones first, at least one."""
+_ALIGNMENT_BYTES = 16
+_log = get_logger("program")
+
+
+class UpdateCall:
+    """One update node as the program calls it: `update_7(params, grads)`.
+
+    With kernels (or their ATen stand-in) state is read through the handle's device tensors, so the
+    call can be captured; with the eager backend it is torch's own step.
+    """
+
+    def __init__(
+        self, name: str, node: fx.Node, handle: UpdateHandle, options: RuntimeOptions
+    ) -> None:
+        self.name, self.node, self.handle, self._options = name, node, handle, options
+        self.by_torch = options.backend == "eager" or (
+            options.backend == "inductor" and options.arch == INTERPRETER
+        )
+        self.indices: list[int] = []
+        self.buckets: list[BucketCall] = []
+
+    def prepare(self, params: Sequence[Tensor]) -> list[tuple[Path, Variant]]:
+        """Find the parameters' state and lower their buckets; returns what is to be compiled."""
+        self.indices = [self.handle.index_of(p) for p in params]
+        if self.by_torch:
+            return []
+        gradients: Any = self.node.args[1]
+        dtypes = [g.meta["val"].dtype for g in gradients]
+        self.buckets = [
+            BucketCall(f"{self.name}_{i}" if i else self.name, bucket, self)
+            for i, bucket in enumerate(self.handle.buckets(self.indices, dtypes))
+        ]
+        for bucket in self.buckets:
+            bucket.lower(bucket.entries(params, None), self._options)
+        return [w for bucket in self.buckets for w in bucket.wanted]
+
+    def __call__(self, params: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
+        """Update parameters and state in place."""
+        if self.by_torch:
+            self.handle.run_eager(self.indices, grads)
+            return
+        for bucket in self.buckets:
+            bucket(params, grads)
+
+    def adopt(self, other: UpdateCall) -> None:
+        """Take over what another call of the same node has prepared."""
+        self.indices, self.buckets = other.indices, other.buckets
+
+    def state(self) -> list[Tensor]:
+        """Everything that the update writes beside the parameters."""
+        if self.by_torch:
+            optimizer = self.handle.optimizer
+            states = [optimizer.state.get(self.handle.params[i], {}) for i in self.indices]
+            return [t for state in states for t in state.values() if isinstance(t, Tensor)]
+        return [t for bucket in self.buckets for t in bucket.state_tensors()]
+
+    def refresh(self, params: Sequence[Tensor]) -> None:
+        """Upload what a capture would otherwise have to."""
+        for bucket in self.buckets:
+            bucket.refresh(params)
+
+    def addresses(self) -> tuple[int, ...]:
+        """Addresses of all state that a captured graph would have baked in."""
+        return tuple(t.data_ptr() for t in self.state())
+
+    def after(self) -> None:
+        """Bring the host's view of the step up to date; after each execution or replay."""
+        if not self.by_torch:
+            self.handle.after_step(self.indices)
+
+
+class BucketCall:
+    """The parameters of one template: lowered, gated and launched together."""
+
+    def __init__(self, name: str, bucket: Bucket, call: UpdateCall) -> None:
+        self.name, self.positions, self.call = name, bucket.positions, call
+        self.template: UpdateTemplate = bucket.template
+        self._launcher: ForeachLauncher | None = None
+        self._options: RuntimeOptions | None = None
+        self._trusted = False
+
+    # -- tensors ------------------------------------------------------------------------------
+
+    def entries(self, params: Sequence[Tensor], grads: Sequence[Tensor] | None) -> list[Entry]:
+        """Role -> tensor of each parameter; gradients in the parameter's layout."""
+        handle, indices = self.call.handle, self.call.indices
+        own = [r for r in self.template.roles if r not in ("param", "grad")]
+        found = []
+        for position in self.positions:
+            entry = {role: handle.tensor(indices[position], role) for role in own}
+            entry["param"] = params[position].detach()
+            if grads is not None:
+                entry["grad"] = _like(grads[position], entry["param"])
+            found.append(entry)
+        return found
+
+    def state_tensors(self) -> list[Tensor]:
+        """The bucket's state and scalars, parameters excluded."""
+        handle, indices = self.call.handle, self.call.indices
+        roles = [r for r in self.template.roles if r not in ("param", "grad")]
+        return [handle.tensor(indices[p], role) for p in self.positions for role in roles]
+
+    # -- making the kernel --------------------------------------------------------------------
+
+    def lower(self, entries: list[Entry], options: RuntimeOptions) -> None:
+        """Generate the kernel, or settle for ATen, with the reason logged."""
+        self._options = options
+        reason = next(filter(None, map(walk_together, entries)), None)
+        if reason is not None:
+            _log.info("%s runs as ATen: %s", self.name, reason)
+            return
+        kernel = options.boundary.attempt(lambda: self._kernel(entries), "lowering")
+        if isinstance(kernel, Refusal):
+            _log.info("%s runs as ATen: %s (%s)", self.name, kernel.reason, kernel.node)
+        elif isinstance(kernel, str):
+            self._fail(self.name, "lowering", kernel)
+        elif kernel.key not in options.boundary.failures:
+            self._launcher = self._launcher_for(kernel, entries)
+
+    def _kernel(self, entries: list[Entry]) -> ForeachKernel | Refusal:
+        device = entries[0]["param"].device
+        sms = 1
+        if device.type == "cuda":
+            sms = torch.cuda.get_device_properties(device).multi_processor_count
+        return lower_foreach(
+            self.template.gm,
+            self.template.roles,
+            self.template.written,
+            dtypes={role: tensor.dtype for role, tensor in entries[0].items()},
+            chunk=chunk_for(sum(entry["param"].numel() for entry in entries), sms),
+            aligned=all_aligned(entries),
+        )
+
+    def _launcher_for(self, kernel: ForeachKernel, entries: Sequence[Entry]) -> ForeachLauncher:
+        assert self._options is not None
+        assert self._options.cache is not None
+        return ForeachLauncher(kernel, entries, self._options.cache, self._options.arch)
+
+    @property
+    def wanted(self) -> list[tuple[Path, Variant]]:
+        """Compilations that the launches need."""
+        return [] if self._launcher is None else self._launcher.wanted
+
+    def refresh(self, params: Sequence[Tensor]) -> None:
+        """Upload the addresses of parameters and state if one moved; before a capture."""
+        if self._launcher is not None:
+            self._launcher.refresh(self.entries(params, None))
+
+    # -- running ------------------------------------------------------------------------------
+
+    def __call__(self, params: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
+        """Update this bucket's parameters."""
+        entries = self.entries(params, grads)
+        if self._launcher is not None and not self._trusted:
+            self._check(self._launcher.kernel, entries)
+        if self._launcher is None:
+            for entry in entries:
+                update_by_aten(self.template, entry)
+        else:
+            self._launcher(entries)
+
+    def _check(self, kernel: ForeachKernel, entries: list[Entry]) -> None:
+        """Gate the kernel on copies of some parameters: a real one can't be updated twice."""
+        options = self._options
+        assert options is not None
+        if options.gate is not None and kernel.key not in options.gate.passed:
+            gate = options.gate
+            wrong = options.boundary.attempt(
+                lambda: self._trial(kernel, _sample(entries), gate), "gate"
+            )
+            if wrong is not None:
+                self._fail(kernel.key, "gate", wrong)
+                return
+            gate.passed.add(kernel.key)
+        self._trusted = True
+
+    def _trial(self, kernel: ForeachKernel, sample: list[Entry], gate: Gate) -> str | None:
+        """What is wrong with the kernel's update of copies, or None."""
+        nodes, inputs, outputs = _parts(self.template)
+        references = []
+        for entry in sample:
+            env = {node: entry[role] for role, node in inputs.items()}
+            references.append(gate.references(nodes, env, outputs))
+        self._launcher_for(kernel, sample)(sample)
+        for entry, refs in zip(sample, references, strict=True):
+            if refs is not None:
+                ours = [entry[role] for role in self.template.written]
+                if (wrong := gate.compare(ours, refs)) is not None:
+                    return wrong
+        return None
+
+    def _fail(self, key: str, stage: Stage, error: str) -> None:
+        assert self._options is not None
+        self._launcher = None
+        operators = type(self.call.handle.optimizer).__name__
+        self._options.boundary.record(key, Failure(self.name, stage, error, operators))
+
+
+def update_by_aten(template: UpdateTemplate, entry: Entry) -> None:
+    """Run the traced update of one parameter with ATen, in place; may be captured."""
+    nodes, inputs, outputs = _parts(template)
+    values = run_nodes(nodes, {node: entry[role] for role, node in inputs.items()})
+    for role, node in zip(template.written, outputs, strict=True):
+        entry[role].copy_(values[node])
+
+
+def _parts(
+    template: UpdateTemplate,
+) -> tuple[list[fx.Node], dict[str, fx.Node], list[fx.Node]]:
+    """The template's computing nodes, its inputs by role, and its outputs."""
+    graph = template.gm.graph
+    nodes = [node for node in graph.nodes if node.op == "call_function"]
+    inputs = dict(zip(template.roles, graph.find_nodes(op="placeholder"), strict=True))
+    results: Any = graph.output_node().args[0]
+    return nodes, inputs, list(results[: len(template.written)])
+
+
+def _sample(entries: list[Entry]) -> list[Entry]:
+    """Copies of the smallest parameters up to the gate's budget, at least of one."""
+    chosen: list[Entry] = []
+    total = 0
+    for entry in sorted(entries, key=lambda e: e["param"].numel()):
+        total += entry["param"].numel()
+        if chosen and total > _GATED_ELEMENTS:
+            break
+        chosen.append({role: tensor.detach().clone() for role, tensor in entry.items()})
+    return chosen
+
+
+def _like(grad: Tensor, param: Tensor) -> Tensor:
+    """The gradient with the parameter's strides and a 16-byte address, as kernels assume."""
+    if grad.stride() == param.stride() and grad.data_ptr() % _ALIGNMENT_BYTES == 0:
+        return grad
+    return torch.empty_like(param, dtype=grad.dtype).copy_(grad)

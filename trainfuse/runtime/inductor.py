@@ -1,0 +1,126 @@
+"""The inductor backend: each phase's graph, whole, through torch's own compiler."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from autodiff import ops
+from autodiff.graph import Phase, TrainingGraph
+from trainfuse.log import get_logger, say_once
+from trainfuse.runtime.fallback import Boundary, Failure
+from trainfuse.runtime.memory import is_view
+
+_log = get_logger("program")
+_OPTIONS = {"config_patches": {"fallback_random": True, "triton.cudagraphs": False}}
+"""Random operators stay ATen, so that the masks are eager's; replay is the plan's business."""
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """Consecutive nodes of one phase, between effects, compiled as one graph."""
+
+    name: str
+    phase: Phase
+    nodes: tuple[fx.Node, ...]
+    inputs: tuple[fx.Node, ...]
+    outputs: tuple[fx.Node, ...]
+
+
+def cut(tg: TrainingGraph) -> list[Segment | fx.Node]:
+    """Split a graph at phase changes and at effects (which stay nodes).
+
+    A segment's inputs are values from outside it, its outputs whatever outlives it; a view that
+    only a later segment needs is still made where the graph makes it.
+    """
+    runs: list[list[fx.Node]] = []
+    for node in tg.nodes():
+        effect = ops.lookup(node.target).kind == "effect"
+        if not runs or effect or _ends(tg, runs[-1][-1], node):
+            runs.append([])
+        runs[-1].append(node)
+    users = tg.graph.output_node()
+    parts: list[Segment | fx.Node] = []
+    for nodes in runs:
+        if ops.lookup(nodes[0].target).kind == "effect":
+            parts.append(nodes[0])
+            continue
+        inside = set(nodes)
+        reads = dict.fromkeys(n for node in nodes for n in node.all_input_nodes)
+        inputs = tuple(n for n in reads if n not in inside and n.op != "get_attr")
+        outputs = tuple(
+            n for n in nodes if any(user is users or user not in inside for user in n.users)
+        )
+        if outputs:
+            phase = tg.phase(nodes[0])
+            name = f"{phase}_graph_{len(parts)}"
+            parts.append(Segment(name, phase, tuple(nodes), inputs, outputs))
+    return parts
+
+
+def _ends(tg: TrainingGraph, before: fx.Node, node: fx.Node) -> bool:
+    return ops.lookup(before.target).kind == "effect" or tg.phase(before) != tg.phase(node)
+
+
+def worth_compiling(segment: Segment) -> bool:
+    """Whether a segment computes anything, and only hands over plain tensors."""
+    plain = all(isinstance(n.meta.get("val"), Tensor) for n in (*segment.inputs, *segment.outputs))
+    return plain and not all(is_view(n) for n in segment.nodes)
+
+
+def segment_module(tg: TrainingGraph, segment: Segment) -> fx.GraphModule:
+    """The segment as a module of its own; returns a tuple."""
+    graph = fx.Graph()
+    mapping: dict[fx.Node, fx.Node] = {}
+    for node in segment.inputs:
+        mapping[node] = graph.placeholder(node.name)
+        mapping[node].meta = dict(node.meta)
+
+    def visit(node: fx.Node) -> fx.Node:
+        if node not in mapping:
+            assert node.op == "get_attr", f"{node.name} is read before it is made"
+            mapping[node] = graph.node_copy(node)
+        return mapping[node]
+
+    for node in segment.nodes:
+        for read in node.all_input_nodes:  # constants must precede the node that reads them
+            visit(read)
+        mapping[node] = graph.node_copy(node, visit)
+    graph.output(tuple(mapping[n] for n in segment.outputs))
+    return fx.GraphModule(tg.gm, graph)
+
+
+def compile_segment(
+    tg: TrainingGraph, segment: Segment, boundary: Boundary
+) -> Callable[..., Sequence[Any]] | None:
+    """Inductor's code for a segment, or None, with one line of explanation, where it has none."""
+    result = boundary.attempt(lambda: _compile(tg, segment), "inductor")
+    if isinstance(result, str):
+        if not boundary.allowed:
+            boundary.record(segment.name, Failure(segment.name, "inductor", result))
+        hint = ": no C++ compiler (install g++)" if "Compiler" in result else f": {result}"
+        line = f"Inductor can't compile here{hint}; the step runs as plain ATen"
+        say_once("fallback", f"inductor {hint}", line)
+        return None
+    _log.info("compiled %s with Inductor, %d nodes", segment.name, len(segment.nodes))
+    return result
+
+
+def _compile(tg: TrainingGraph, segment: Segment) -> Callable[..., Sequence[Any]]:
+    import torch._inductor as inductor
+
+    module = segment_module(tg, segment)
+    examples = [_example(n.meta["val"]) for n in segment.inputs]
+    with torch.no_grad():
+        return inductor.standalone_compile(
+            module, examples, dynamic_shapes="from_example_inputs", options=_OPTIONS
+        )
+
+
+def _example(value: Tensor) -> Tensor:
+    """A real tensor of the same layout; only its metadata is looked at."""
+    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)

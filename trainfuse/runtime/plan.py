@@ -1,0 +1,226 @@
+"""A plan: one captured step made executable, from its first, checked call to replay."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import Tensor, fx
+
+from autodiff.graph import TrainingGraph
+from trainfuse.errors import CudaGraphUnavailable
+from trainfuse.log import get_logger
+from trainfuse.runtime.cuda_graph import GraphState, Replay, is_static, why_not
+from trainfuse.runtime.foreach import UpdateCall
+from trainfuse.runtime.program import Program, RuntimeOptions, build_program
+from trainfuse.runtime.snapshot import restored_on_failure
+
+if TYPE_CHECKING:
+    from trainfuse.capture.optimizers import UpdateHandle
+    from trainfuse.codegen.ir import GroupKernel
+    from trainfuse.fusion.plan import FusionPlan
+
+CudaGraphMode = Literal["auto", "require", "off"]
+_MAX_CAPTURES = 8
+_log = get_logger("cuda_graph")
+
+
+@dataclass(slots=True)
+class PlanStats:
+    """Counters of one plan."""
+
+    calls: int = 0
+    captures: int = 0
+    replays: int = 0
+
+
+class Plan:
+    """Runs one training graph. The first call is a training step like any other.
+
+    Call 1 runs the program with every new kernel gated; should it not finish, the training state
+    is what it was. Call 2 captures a CUDA graph where that is allowed, later calls replay it.
+    Kernels that failed are replaced by ATen in the text. `cuda_graph` says what happened and why.
+    Raises CudaGraphUnavailable when one is required and can't be had, FusionError when a kernel
+    fails and fallback is off.
+    """
+
+    def __init__(
+        self,
+        tg: TrainingGraph,
+        plan: FusionPlan | None,
+        kernels: Mapping[str, GroupKernel],
+        handles: Mapping[int, UpdateHandle],
+        options: RuntimeOptions,
+        *,
+        cuda_graph: CudaGraphMode = "auto",
+        no_graph_because: str | None = None,
+    ) -> None:
+        self.tg, self.options = tg, options
+        self._plan, self._kernels, self._handles = plan, kernels, handles
+        self._mode = cuda_graph
+        self._static = is_static(tg)
+        names = [fact.name for fact in tg.inputs]
+        self._mutated = frozenset(names.index(name) for name in tg.mutations)
+        self._device = _cuda_device(tg)
+        self._stream: torch.cuda.Stream | None = None
+        self._replay: Replay | None = None
+        self._state_addresses: tuple[int, ...] = ()
+        self.stats = PlanStats()
+        reason = no_graph_because or ("it is off" if cuda_graph == "off" else why_not(tg))
+        self.cuda_graph = GraphState(False, reason or "not captured yet")
+        self._wanted = reason is None
+        if reason is not None:
+            self._no_graph(reason)
+        self.program = self._build()
+
+    # -- inspection ---------------------------------------------------------------------------
+
+    @property
+    def source(self) -> str:
+        """The Python text that runs."""
+        return self.program.source
+
+    @property
+    def failures(self) -> dict[str, Any]:
+        """Kernels that run as ATen, by key."""
+        return self.options.boundary.failures
+
+    # -- running ------------------------------------------------------------------------------
+
+    def __call__(self, args: Sequence[Any]) -> list[Any]:
+        """One step: args in the order of the graph's inputs; returns the user's outputs."""
+        with self._on_device():
+            first = self.stats.calls == 0
+            if first:
+                outputs = self._first(args)
+            elif self._wanted:
+                outputs = self._graphed(args)
+            else:
+                outputs = self.program(list(args))
+        self.stats.calls += 1
+        for update in self.program.updates.values():
+            update.after()
+        return outputs
+
+    def verify_next(self) -> None:
+        """Gate every kernel again at the next call, which then runs without the CUDA graph."""
+        if self.options.gate is not None:
+            self.options.gate.passed -= {c.kernel.key for c in self.program.groups.values()}
+        self._drop_replay()
+        self.program = self._build()
+        self.stats.calls = 0
+
+    def close(self) -> None:
+        """Free the CUDA graph and its memory."""
+        self._drop_replay()
+
+    def _build(self) -> Program:
+        return build_program(self.tg, self._plan, self._kernels, self._handles, self.options)
+
+    def _on_device(self) -> contextlib.AbstractContextManager[Any]:
+        if self._device is None or self._device == torch.cuda.current_device():
+            return contextlib.nullcontext()
+        return torch.cuda.device(self._device)
+
+    def _first(self, args: Sequence[Any]) -> list[Any]:
+        """The first step: kernels are compiled and gated, and a failure changes nothing."""
+        params = self._prepare(args)
+        written = [args[i] for i in self._mutated] + params
+        for update in self.program.updates.values():
+            written += update.state()
+        with restored_on_failure(written, params):
+            outputs = self._run_aside(args) if self._wanted else self.program(list(args))
+        if self.program.failed:
+            updates = self.program.updates
+            self.program = self._build()
+            for name, update in self.program.updates.items():
+                update.adopt(updates[name])
+        return outputs
+
+    def _prepare(self, args: Sequence[Any]) -> list[Tensor]:
+        """Bind each update to its parameters, compile its kernels; returns all of them."""
+        values = dict(zip(self.tg.graph.find_nodes(op="placeholder"), args, strict=True))
+        wanted, params = [], []
+        for update in self.program.updates.values():
+            mine = self._params_of(update, values)
+            wanted += update.prepare(mine)
+            params += mine
+        if wanted and self.options.cache is not None and self._device is not None:
+            self.options.cache.compile(wanted, self.options.arch)
+        return params
+
+    def _params_of(self, update: UpdateCall, values: Mapping[fx.Node, Any]) -> list[Tensor]:
+        nodes: Any = update.node.args[0]
+        return [values[node] for node in nodes]
+
+    def _run_aside(self, args: Sequence[Any]) -> list[Any]:
+        """Run on the stream that will capture, so that libraries set up their workspaces there."""
+        self._stream = torch.cuda.Stream(self._device)
+        current = torch.cuda.current_stream()
+        self._stream.wait_stream(current)
+        with torch.cuda.stream(self._stream):
+            outputs = self.program(list(args))
+        current.wait_stream(self._stream)
+        for output in outputs:
+            if isinstance(output, Tensor):
+                output.record_stream(current)
+        return outputs
+
+    # -- CUDA graph ---------------------------------------------------------------------------
+
+    def _graphed(self, args: Sequence[Any]) -> list[Any]:
+        replay = self._replay
+        state = tuple(a for u in self.program.updates.values() for a in u.addresses())
+        if replay is None or replay.moved(args) or state != self._state_addresses:
+            self._drop_replay()
+            replay = self._capture(args)
+            if replay is None:
+                return self.program(list(args))
+            self._state_addresses = state
+            self._replay = replay
+        self.stats.replays += 1
+        return replay(args)
+
+    def _capture(self, args: Sequence[Any]) -> Replay | None:
+        if self.stats.captures == _MAX_CAPTURES:
+            self._no_graph("parameters or optimizer state keep moving in memory")
+            return None
+        values = dict(zip(self.tg.graph.find_nodes(op="placeholder"), args, strict=True))
+        for update in self.program.updates.values():
+            update.refresh(self._params_of(update, values))
+        stream = self._stream
+        assert stream is not None, "the first call made it"
+        made = self.options.boundary.attempt(
+            lambda: Replay(self.program, args, self._static, self._mutated, stream), "cuda_graph"
+        )
+        self.stats.captures += 1
+        if isinstance(made, str):
+            self._no_graph(f"capture failed: {made}")
+            return None
+        self.cuda_graph = GraphState(True, "one graph of the whole step")
+        _log.info("captured the step as one CUDA graph")
+        return made
+
+    def _no_graph(self, reason: str) -> None:
+        self._wanted = False
+        self.cuda_graph = GraphState(False, reason)
+        _log.info("no CUDA graph: %s", reason)
+        if self._mode == "require":
+            raise CudaGraphUnavailable(reason=reason)
+
+    def _drop_replay(self) -> None:
+        if self._replay is not None:
+            self._replay.close()
+            self._replay = None
+
+
+def _cuda_device(tg: TrainingGraph) -> int | None:
+    """The one GPU that the graph's tensors are on, or None."""
+    for node in tg.graph.nodes:
+        value = node.meta.get("val")
+        if isinstance(value, Tensor) and value.device.type == "cuda":
+            return value.device.index or 0
+    return None

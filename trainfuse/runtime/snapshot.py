@@ -1,0 +1,46 @@
+"""All or nothing: a first call that fails leaves the training state as it found it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+
+@contextmanager
+def restored_on_failure(tensors: Iterable[Tensor], params: Iterable[Tensor] = ()) -> Iterator[None]:
+    """Put values, gradients and random states back if the body does not finish.
+
+    tensors: everything that the body writes (parameters, buffers, optimizer state); copied before
+    it runs, to the host where the device has no room. params: tensors whose .grad is put back.
+    Covers KeyboardInterrupt.
+    """
+    written = list({id(t): t for t in tensors}.values())
+    saved = [_copy(t) for t in written]
+    grads = [(p, p.grad) for p in params]
+    devices = sorted({t.device.index for t in written if t.device.type == "cuda"})
+    cpu_state = torch.get_rng_state()
+    cuda_states = [torch.cuda.get_rng_state(device) for device in devices]
+    finished = False
+    try:
+        yield
+        finished = True
+    finally:
+        if not finished:
+            with torch.no_grad():
+                for tensor, old in zip(written, saved, strict=True):
+                    tensor.copy_(old)
+            for param, grad in grads:
+                param.grad = grad
+            torch.set_rng_state(cpu_state)
+            for device, state in zip(devices, cuda_states, strict=True):
+                torch.cuda.set_rng_state(state, device)
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    try:
+        return tensor.detach().clone()
+    except torch.OutOfMemoryError:
+        return tensor.detach().cpu()
