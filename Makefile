@@ -23,8 +23,9 @@ help: ## what there is
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "make %-13s %s\n", $$1, $$2}' Makefile
 
 $(READY): pyproject.toml
-	@if [ -z "$(PYTHON)" ] || ! $(PYTHON) -c "$(NEW_ENOUGH)" 2>/dev/null; then \
-		echo "trainfuse needs Python 3.11 or newer, and found $$($(or $(PYTHON),python3) --version 2>&1 || true): install one, or name it with make PYTHON=/path/to/python3.12" >&2; exit 1; fi
+	@$(or $(PYTHON),false) -c "$(NEW_ENOUGH)" 2>/dev/null || { \
+		found=$$($(or $(PYTHON),python3) --version 2>/dev/null | head -n 1); \
+		echo "trainfuse needs Python 3.11 or newer and found $${found:-none}: install one, or name it with make PYTHON=/path/to/python3.12" >&2; exit 1; }
 	@echo "Setting up $(VENV) (once; torch is a large download) ..."
 	@[ -x $(BIN)/python ] || $(PYTHON) -m venv $(VENV)
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev,lightning]'
