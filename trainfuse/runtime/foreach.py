@@ -170,6 +170,19 @@ class BucketCall:
         return ForeachLauncher(kernel, entries, self._options.cache, self._options.arch)
 
     @property
+    def kernel(self) -> ForeachKernel | None:
+        """The kernel that updates the bucket; None where it runs as ATen."""
+        return None if self._launcher is None else self._launcher.kernel
+
+    @property
+    def num_bytes(self) -> int:
+        """What one update reads and writes."""
+        if self._launcher is None:
+            return 0
+        params = (self.call.handle.params[self.call.indices[p]] for p in self.positions)
+        return self._launcher.kernel.bytes_per_element * sum(p.numel() for p in params)
+
+    @property
     def wanted(self) -> list[tuple[Path, Variant]]:
         """Compilations that the launches need."""
         return [] if self._launcher is None else self._launcher.wanted

@@ -1,0 +1,367 @@
+"""The pipeline: from a captured graph to an executable plan, as one flat list of named passes.
+
+The only module that sees every room.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from autodiff.derive import cleanup, decompose
+from autodiff.graph import Refusal, TrainingGraph
+from autodiff.recompute import RecomputeReport, plan_recompute
+from autodiff.rng import functionalize_dropout
+from autodiff.slicing import Slices, slice_graph
+from autodiff.split import partition
+from autodiff.verify import verify
+from trainfuse import log
+from trainfuse.capture.lift import Captured
+from trainfuse.capture.optimizers import find_handle
+from trainfuse.codegen.ir import GroupKernel
+from trainfuse.codegen.lower import lower, unsupported
+from trainfuse.codegen.targets import SIMULATED, CodegenOptions, Target
+from trainfuse.debug import dump, gather
+from trainfuse.debug.explain import Explanation
+from trainfuse.errors import UnfusedOperator
+from trainfuse.fields import Settings
+from trainfuse.fusion.grouping import plan_fusion
+from trainfuse.fusion.plan import FusionOptions, FusionPlan
+from trainfuse.fusion.rewrites.update_casts import fold_update_casts
+from trainfuse.runtime.cache import shared_cache
+from trainfuse.runtime.fallback import Boundary
+from trainfuse.runtime.gate import Gate
+from trainfuse.runtime.plan import Plan
+from trainfuse.runtime.program import RuntimeOptions
+from trainfuse.settings import require_triton
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """What the passes hand on: the graph, and what was decided about it so far."""
+
+    graph: TrainingGraph
+    facts: Facts
+    recompute: RecomputeReport | None = None
+    slices: Slices | None = None
+    fusion: FusionPlan | None = None
+    kernels: Mapping[str, GroupKernel] = field(default_factory=dict)
+    refusals: tuple[Refusal, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What a pass may ask: settings, target, backend, and how the graph was captured."""
+
+    settings: Settings
+    target: Target
+    backend: str
+    kind: str
+
+
+def _dropout(state: State) -> State:
+    if state.facts.settings.rng != "fast" or state.facts.backend == "inductor":
+        return state
+    return replace(state, graph=functionalize_dropout(state.graph))
+
+
+def _recompute(state: State) -> State:
+    facts = state.facts
+    if facts.kind != "whole_step" or not facts.settings.recompute:
+        return state
+    graph, report = plan_recompute(state.graph, facts.settings.memory_budget)
+    return replace(state, graph=graph, recompute=report)
+
+
+def _fold(state: State) -> State:
+    # only our own update kernels read a gradient of another type than its parameter's
+    if state.facts.backend != "triton":
+        return state
+    return replace(state, graph=fold_update_casts(state.graph))
+
+
+def _slice(state: State) -> State:
+    # the backward of a region is sliced with its forward; a graph without gradients not at all
+    if state.facts.kind in ("backward", "inference"):
+        return state
+    slices = slice_graph(state.graph, state.facts.settings.threshold, state.facts.settings.skip_ops)
+    return replace(state, slices=slices, refusals=(*state.refusals, *slices.refusals))
+
+
+def _fuse(state: State) -> State:
+    settings = state.facts.settings
+    plan = plan_fusion(
+        state.graph,
+        None if state.slices is None else state.slices.owner,
+        supports=unsupported,
+        options=FusionOptions(
+            horizontal=settings.horizontal,
+            single_node=settings.single_node,
+            skip_ops=settings.skip_ops,
+            fuse_first=settings.fuse_first,
+        ),
+    )
+    return replace(state, fusion=plan, refusals=(*state.refusals, *plan.refusals))
+
+
+def _lower(state: State) -> State:
+    assert state.fusion is not None
+    kernels, refusals = {}, []
+    options = CodegenOptions()
+    for group in state.fusion.groups:
+        kernel = lower(group, state.facts.target, options)
+        if isinstance(kernel, Refusal):
+            refusals.append(kernel)
+        else:
+            kernels[group.name] = kernel
+    return replace(state, kernels=kernels, refusals=(*state.refusals, *refusals))
+
+
+def _graph_pass(function: Callable[[TrainingGraph], TrainingGraph]) -> Callable[[State], State]:
+    return lambda state: replace(state, graph=function(state.graph))
+
+
+PASSES: tuple[tuple[str, Callable[[State], State], str], ...] = (
+    ("clean", _graph_pass(cleanup), "drops identities, repeats and dead nodes"),
+    ("dropout", _dropout, "masks become functions of one seed; before recompute, which copies them"),
+    ("recompute", _recompute, "whole steps: chooses what the backward saves; composites are whole"),
+    ("decompose", _graph_pass(decompose), "composites become pointwise and reduction nodes"),
+    ("tidy", _graph_pass(cleanup), "what decomposition left"),
+    ("update casts", _fold, "the update reads half gradients itself"),
+    ("slice", _slice, "differentiable subgraphs, small ones dissolved; nodes are final now"),
+    ("fuse", _fuse, "groups per phase, each with its iteration domain"),
+    ("lower", _lower, "one kernel source a group, or a refusal"),
+)
+"""Every pass in order: its name, itself, and what it requires or ensures."""
+
+
+def run_passes(graph: TrainingGraph, facts: Facts) -> State:
+    """Run every pass over a captured graph, verified in between where that is asked for."""
+    state = State(graph, facts)
+    if facts.settings.verifies:
+        verify(state.graph, "capture")
+    for name, function, _ in PASSES:
+        before = state.graph
+        state = function(state)
+        if state.graph is not before:
+            if facts.settings.verifies:
+                verify(state.graph, name)
+            dump.emit(facts.settings, "graph", f"after {name}", lambda s=state: str(s.graph.graph))
+    for refusal in state.refusals:
+        at = f" ({refusal.where})" if refusal.where else ""
+        log.get_logger("grouping").debug("%s: %s%s", refusal.node, refusal.reason, at)
+    return state
+
+
+class PlanOnly(BaseException):
+    """Stops a call whose plan was all that was wanted, before its first statement."""
+
+
+@dataclass(slots=True)
+class PlanRecord:
+    """One plan: the captured graph as it was planned, and what executes it.
+
+    plan: None when only a plan was asked for.
+    """
+
+    kind: str
+    state: State
+    compile_s: float
+    plan: Plan | None = None
+    calls: int = 0
+
+    @property
+    def graph(self) -> TrainingGraph:
+        """The training graph that the plan executes."""
+        return self.state.graph
+
+    @property
+    def backend(self) -> str:
+        """The code generator that runs it."""
+        return self.state.facts.backend
+
+    def stats(self) -> dict[str, Any]:
+        """Calls, distinct kernels, compile seconds, CUDA graphs and the gate's verdict."""
+        failures = {} if self.plan is None else self.plan.failures
+        failed = [failure.line for failure in failures.values()]
+        keys = {kernel.key for kernel in self.state.kernels.values()}
+        return {
+            "calls": 0 if self.plan is None else self.plan.stats.calls,
+            "kernels": len(keys) if self.backend == "triton" else 0,
+            "compile_s": self.compile_s,
+            "cuda_graphs": int(self.plan is not None and self.plan.cuda_graph.used),
+            "gate": failed[0] if failed else "pass",
+        }
+
+    def source(self) -> str:
+        """The program, then the text of each kernel that it launches, once."""
+        parts = [] if self.plan is None else [self.plan.source]
+        if self.backend == "triton":
+            texts = {kernel.key: kernel.source for kernel in self.state.kernels.values()}
+            parts += texts.values()
+        return "\n\n".join(parts)
+
+    def graph_text(self) -> str:
+        """The grouped graph: one line a statement, kernels by their cache id."""
+        return gather.graph_text(self.kind, self.state)
+
+
+class Builder:
+    """Plans captured graphs under one set of settings; what capture calls back.
+
+    plans: every plan made, oldest first.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        self.plans: list[PlanRecord] = []
+        self._stop_at_plan = False
+        self._boundary = Boundary(allowed=settings.fallback)
+
+    @contextlib.contextmanager
+    def plan_only(self) -> Iterator[type[PlanOnly]]:
+        """Within the block built programs raise PlanOnly instead of running."""
+        self._stop_at_plan = True
+        try:
+            yield PlanOnly
+        finally:
+            self._stop_at_plan = False
+
+    def __call__(self, captured: Captured) -> Callable[[list[Any]], Sequence[Any]]:
+        """Plan one captured graph; returns its program over a list of inputs."""
+        began = time.perf_counter()
+        device = device_of(captured.graph)
+        facts = Facts(
+            self.settings,
+            target_of(device),
+            choose_backend(self.settings, device),
+            captured.kind,
+        )
+        state = run_passes(captured.graph, facts)
+        if self.settings.strict:
+            refuse_unfused(state)
+        record = PlanRecord(captured.kind, state, 0.0)
+        self.plans.append(record)
+        if self._stop_at_plan:
+            return _stop
+        record.plan = Plan(
+            state.graph,
+            state.fusion,
+            state.kernels,
+            {number: find_handle(number) for number, _ in captured.updates.values()},
+            self._runtime_options(facts),
+            cuda_graph=self.settings.cuda_graph,
+            no_graph_because=None if captured.kind == "whole_step" else "regions run ungraphed",
+        )
+        record.compile_s = time.perf_counter() - began
+        self._dump(record)
+        return self._program(record)
+
+    def _program(self, record: PlanRecord) -> Callable[[list[Any]], Sequence[Any]]:
+        plan = record.plan
+        assert plan is not None
+        every = self.settings.verify if isinstance(self.settings.verify, int) else None
+
+        def program(args: list[Any]) -> Sequence[Any]:
+            if every is not None and plan.stats.calls >= every:
+                plan.verify_next()
+            if plan.stats.calls:
+                return plan(args)
+            began = time.perf_counter()
+            results = plan(args)
+            record.compile_s += time.perf_counter() - began
+            return results
+
+        return program
+
+    def _runtime_options(self, facts: Facts) -> RuntimeOptions:
+        triton = facts.backend == "triton"
+        return RuntimeOptions(
+            backend=facts.backend,
+            arch=facts.target.arch,
+            cache=shared_cache(self.settings.cache_dir, os.cpu_count() or 1) if triton else None,
+            gate=GATE if triton and self.settings.verify != "off" else None,
+            boundary=self._boundary,
+        )
+
+    def _dump(self, record: PlanRecord) -> None:
+        settings, number = self.settings, len(self.plans)
+        assert record.plan is not None
+        dump.emit(settings, "program", f"program {number}", record.plan.source)
+        dump.emit(settings, "plan", f"plan {number}", record.graph_text)
+        for kernel in {k.key: k for k in record.state.kernels.values()}.values():
+            dump.emit(settings, "kernel", f"{kernel.name}_{kernel.key[:8]}", kernel.source)
+
+    def close(self) -> None:
+        """Free what the plans hold and forget them."""
+        for record in self.plans:
+            if record.plan is not None:
+                record.plan.close()
+        self.plans.clear()
+
+
+GATE = Gate()
+"""One gate for the process: a kernel that passed once is trusted in every plan."""
+
+
+def _stop(args: list[Any]) -> Sequence[Any]:
+    raise PlanOnly
+
+
+def joint_passes(settings: Settings, joint: fx.GraphModule, inputs: Any, **more: Any) -> Any:
+    """Cut a region's joint graph into forward and backward, as the settings ask."""
+    return partition(
+        joint,
+        inputs,
+        memory_budget=settings.memory_budget,
+        fast_rng=settings.rng == "fast" and settings.backend != "inductor",
+        **more,
+    )
+
+
+def device_of(graph: TrainingGraph) -> torch.device:
+    """The device that does the work: a GPU if any value is on one."""
+    devices = [
+        value.device
+        for node in graph.graph.nodes
+        if isinstance(value := node.meta.get("val"), Tensor)
+    ]
+    return next((d for d in devices if d.type == "cuda"), torch.device("cpu"))
+
+
+def target_of(device: torch.device) -> Target:
+    """What kernels are generated for; without a GPU, the interpreter."""
+    if device.type != "cuda":
+        return SIMULATED
+    facts = torch.cuda.get_device_properties(device)
+    return Target(f"sm_{facts.major}{facts.minor}", facts.multi_processor_count)
+
+
+def choose_backend(settings: Settings, device: torch.device) -> str:
+    """The backend asked for, or the device's default; raises BackendUnavailable."""
+    chosen = settings.chosen_backend
+    if chosen is None:
+        return "triton" if device.type == "cuda" else "inductor"
+    if chosen == "triton" and device.type != "cuda":
+        require_triton()
+    return chosen
+
+
+def refuse_unfused(state: State) -> None:
+    """Under strict_fusion: raise for the first node that could have been fused and was not."""
+    for refusal in state.refusals:
+        raise UnfusedOperator(node=refusal.node, reason=refusal.reason, where=refusal.where)
+
+
+def explain_plans(
+    plans: Sequence[PlanRecord], refusals: Sequence[Refusal], settings: Settings
+) -> Explanation:
+    """Gather what the plans of one target say of themselves."""
+    return gather.gather(plans, refusals, settings.chosen_backend or "not chosen yet")
