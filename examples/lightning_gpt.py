@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import argparse
 import time
+from pydoc_data import topics
 
 import torch
 import torch.nn.functional as F
-from pydoc_data import topics
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 

@@ -90,9 +90,9 @@ def run(steps: int | None, console: Console) -> DemoResult:
     config = ON_GPU if device.type == "cuda" else ON_CPU
     steps = steps or (STEPS_ON_GPU if device.type == "cuda" else STEPS_ON_CPU)
     model, train_step = make_training(config, device)
-    size = sum(p.numel() for p in model.parameters()) / 1e6
+    size = sum(p.numel() for p in model.parameters())
     console.print(
-        f"[bold]A {size:.1f} M parameter character GPT[/] on {_device_name(device)}, text from"
+        f"[bold]A character-level GPT of {size:,} parameters[/] on {_device_name(device)}, text from"
         " Python's own manual; the step is `trainfuse.compile(train_step)`."
     )
     compiled = trainfuse.compile(train_step)

@@ -8,18 +8,21 @@ progress counters as it would. Regions replace only the call of `training_step` 
 from __future__ import annotations
 
 import contextlib
+import re
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
 
-import trainfuse
+from trainfuse import api
 from trainfuse.errors import CaptureError
 from trainfuse.integrations import lightning_verdict
 from trainfuse.integrations.lightning_step import (
+    GATE_REASONS,
     LogCapture,
     StepFacts,
     Tape,
@@ -34,6 +37,42 @@ _UNTIMED_PLAIN = 1
 
 _UNTIMED_FUSED = 2
 """Fused steps before the timed ones: the first compiles and checks, the second may record."""
+
+_FRAME = re.compile(r'File "([^"]+)", line (\d+)')
+_NOT_USERS = ("/site-packages/", "/trainfuse/integrations/", "/trainfuse/capture/")
+
+_MAX_REPEATS = 2
+"""New plans in a row, for sizes already seen, after which a step isn't captured whole any more."""
+
+
+def _reason(error: CaptureError) -> str:
+    """Why a whole step was refused, with the user's line.
+
+    Our own gates name the reason inside Dynamo's text, and sit deeper than the line that is at fault.
+    """
+    texts, cause = [str(error)], error.__cause__
+    while cause is not None:
+        texts.append(str(cause))
+        cause = cause.__cause__
+    text = "\n".join(texts)
+    reason = next((reason for reason in GATE_REASONS if reason in text), None)
+    if reason is None:
+        reason, where = str(error.facts.get("reason", error)), error.where
+    else:
+        frames = [f for f in _FRAME.findall(text) if not any(part in f[0] for part in _NOT_USERS)]
+        where = f"{Path(frames[-1][0]).name}:{frames[-1][1]}" if frames else None
+    return f"{reason} ({where})" if where else reason
+
+
+def _sizes(batch: Any) -> Any:
+    """What of a batch may fairly ask for a plan of its own: shapes, dtypes and structure."""
+    if isinstance(batch, torch.Tensor):
+        return tuple(batch.shape), batch.dtype
+    if isinstance(batch, Mapping):
+        return tuple((key, _sizes(value)) for key, value in batch.items())
+    if isinstance(batch, list | tuple):
+        return tuple(_sizes(value) for value in batch)
+    return type(batch)
 
 
 @dataclass(slots=True)
@@ -101,12 +140,17 @@ class FusedLoop:
         if compare_steps == 0:
             self.plain_meter.untimed = 0
         self._options = dict(options)
+        own = {**(options.get("options") or {}), "whole_step": False}
+        self._region_options = {**options, "options": own}
         self._on_reason = on_reason
         self._on_warm: Callable[[], None] | None = on_warm
         self._loop = trainer.fit_loop.epoch_loop.automatic_optimization
         self._run = self._loop.run
         self._training_step = self._loop._training_step
         self._facts: StepFacts | None = None
+        self._seen_plans, self._repeats = 0, 0
+        self._seen_sizes: set[Any] = set()
+        self._eager_frame = False
         self._lightning_modules = [
             child
             for child in module.modules()
@@ -159,15 +203,23 @@ class FusedLoop:
     def _whole_step(self, optimizer: Any, kwargs: Any) -> dict[str, Any] | None:
         """Run the batch as one compiled step; None if it can't be, with nothing changed."""
         progress = self._loop.optim_progress.optimizer
+        compiled = self._compiled(optimizer)
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        gradients = [p.grad for p in parameters]
+        for p in parameters:
+            # Lightning does so a little later; here no trace depends on what a plain step left
+            p.grad = None
         try:
             with self.trainer.profiler.profile("[trainfuse]whole_step"), self._whole_logs.active():
-                result, logged = self._compiled(optimizer)(*kwargs.values())
+                result, logged = compiled(*kwargs.values())
         except CaptureError as error:
             self.whole = False
-            self._on_reason(str(error.facts.get("reason", error)))
+            self._on_reason(_reason(error))
             return None
         except BaseException:
             # as Lightning leaves it: the step was begun, and not completed
+            for p, gradient in zip(parameters, gradients, strict=True):
+                p.grad = gradient
             progress.step.increment_ready()
             raise
         progress.step.increment_ready()
@@ -176,9 +228,27 @@ class FusedLoop:
         progress.zero_grad.increment_completed()
         self._whole_logs.replay(logged)
         progress.step.increment_completed()
-        if isinstance(result, Mapping):
-            return {"loss": result["loss"], **{k: v for k, v in result.items() if k != "loss"}}
-        return {"loss": result}
+        self._watch(kwargs)
+        extra = dict(result) if isinstance(result, Mapping) else {"loss": result}
+        # the eager rescue, beyond max_plans, leaves the graph on it
+        return {"loss": extra.pop("loss").detach(), **extra}
+
+    def _watch(self, kwargs: Any) -> None:
+        """Leave the whole step if equal batches keep making new plans.
+
+        Then the step depends on a Python value that changes, such as the batch index.
+        """
+        if len(self.step.plans) == self._seen_plans:
+            self._repeats = 0
+            return
+        self._seen_plans = len(self.step.plans)
+        sizes = _sizes(kwargs["batch"])
+        self._repeats = self._repeats + 1 if sizes in self._seen_sizes else 0
+        self._seen_sizes.add(sizes)
+        if self._repeats >= _MAX_REPEATS:
+            self.whole = False
+            self._eager_frame = True
+            self._on_reason("training_step depends on a Python value that changes, as batch_idx")
 
     def _compiled(self, optimizer: Any) -> Any:
         facts = facts_of(self.trainer, optimizer)
@@ -186,7 +256,7 @@ class FusedLoop:
             if self.step is not None:
                 self.step.close()
             function = build_step(self.module, optimizer, self._whole_logs.tape, facts)
-            self.step = trainfuse.compile(function, fullgraph=True, **self._options)
+            self.step = api.compile(function, fullgraph=True, **self._options)
             self._facts = facts
         return self.step
 
@@ -195,7 +265,11 @@ class FusedLoop:
         if not self.plain_meter.full:
             return self._training_step(kwargs)
         if self.regions is None:
-            self.regions = trainfuse.compile(self.module.training_step, **self._options)
+            function = self.module.training_step
+            if self._eager_frame:
+                # only what it calls is compiled: it would be traced anew at every batch
+                function = torch.compiler.disable(function, recursive=False)
+            self.regions = api.compile(function, **self._region_options)
         fields = vars(self.module)
         own = fields.get("training_step")
         logs = self._region_logs

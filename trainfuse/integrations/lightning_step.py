@@ -20,19 +20,27 @@ Entry = tuple[int, str, tuple[Any, ...], dict[str, Any]]
 """Index of the LightningModule that logged, "log" or "log_dict", and the call's arguments."""
 
 
-@torch.compiler.disable(reason="training_step reads or changes the Trainer")
+GATE_REASONS = (
+    "training_step reads or changes the Trainer",
+    "training_step logs with enable_graph=True",
+    "training_step returned no loss",
+)
+"""What breaks the graph below: a whole step is refused for it, regions are split by it."""
+
+
+@torch.compiler.disable(reason=GATE_REASONS[0])
 def _reads_trainer(name: str) -> None:
-    """Break the graph while it is traced: a whole step is refused for this reason."""
+    """Called when an attribute of the Trainer is used while tracing."""
 
 
-@torch.compiler.disable(reason="training_step logs with enable_graph=True")
+@torch.compiler.disable(reason=GATE_REASONS[1])
 def _logs_graph() -> None:
-    """As above, for a logged value that must keep its graph."""
+    """Called when a logged value must keep the graph that a whole step doesn't have."""
 
 
-@torch.compiler.disable(reason="training_step returned no loss")
+@torch.compiler.disable(reason=GATE_REASONS[2])
 def _no_loss() -> None:
-    """As above, for a batch that Lightning would skip."""
+    """Called when Lightning would skip the batch."""
 
 
 class TrainerGate:
