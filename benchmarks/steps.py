@@ -36,6 +36,7 @@ from benchmarks.environment import describe, results_name
 from trainfuse.settings import settings
 
 HEADLINE = ("mlp", "block", "gpt-small")
+CACHES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "TRAINFUSE_CACHE_DIR")
 WARM_UP = 5
 RESULTS = Path(__file__).parent / "results"
 
@@ -56,7 +57,7 @@ def synchronize(device: str) -> None:
 
 def fresh_caches(root: str, name: str) -> None:
     """Point every compiler's disk cache at an empty folder."""
-    for variable in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "TRAINFUSE_CACHE_DIR"):
+    for variable in CACHES:
         folder = Path(root, name, variable.lower())
         folder.mkdir(parents=True, mode=0o700)
         os.environ[variable] = str(folder)
@@ -64,7 +65,9 @@ def fresh_caches(root: str, name: str) -> None:
 
 
 def start_workers(root: str, device: str) -> None:
-    """Start torch's compile workers, so that no contender pays for it."""
+    """Start torch's compile workers, so that no contender pays for it; a CPU has none."""
+    if device != "cuda":
+        return
     fresh_caches(root, "workers")
     fn = torch.compile(lambda x: torch.softmax(x * 2, -1).sum())
     fn(torch.randn(64, 64, device=device, requires_grad=True)).backward()
