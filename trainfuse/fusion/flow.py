@@ -1,0 +1,119 @@
+"""Data flow without views: who computes a value, who reads it, in what order they must run."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable
+
+import torch
+from torch import fx
+
+from autodiff import ops
+from autodiff.graph import TrainingGraph
+
+
+def is_view(node: fx.Node) -> bool:
+    """Whether a node is an index map of one tensor: free, and no kernel of its own."""
+    if node.op != "call_function" or node.target is operator.getitem:
+        return False
+    return ops.lookup(node.target).kind == "view" and isinstance(node.meta["val"], torch.Tensor)
+
+
+def is_creation(node: fx.Node) -> bool:
+    """Whether a node is a constant tensor that any kernel can make for itself."""
+    return (
+        node.op == "call_function"
+        and ops.lookup(node.target).kind == "creation"
+        and isinstance(node.meta.get("val"), torch.Tensor)
+    )
+
+
+def root(node: fx.Node) -> fx.Node:
+    """The computed value, or graph input, that a chain of views shows."""
+    while is_view(node):
+        node = node.args[0]  # type: ignore[assignment]  # a view's first argument is its tensor
+    return node
+
+
+def value_bytes(node: fx.Node) -> int:
+    """Bytes that reading a value once touches; an expanded dim is read once."""
+    value = node.meta.get("val")
+    tensors = value if isinstance(value, tuple | list) else (value,)
+    total = 0
+    for tensor in tensors:
+        if isinstance(tensor, torch.Tensor):
+            count = tensor.dtype.itemsize
+            for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
+                count *= int(size) if stride != 0 else 1
+            total += count
+    return total
+
+
+class Flow:
+    """The graph with views left out.
+
+    compute: executed nodes that are no views, in order; position: index of each in it.
+    reads: roots that a node reads. readers: nodes that read a root, through views or not.
+    escapes: roots that the graph returns.
+    """
+
+    def __init__(self, tg: TrainingGraph) -> None:
+        self.tg = tg
+        nodes = tg.nodes()
+        self.place = {node: index for index, node in enumerate(tg.graph.nodes)}
+        self.compute = [node for node in nodes if not is_view(node)]
+        self.position = {node: index for index, node in enumerate(self.compute)}
+        self.reads: dict[fx.Node, list[fx.Node]] = {}
+        self.readers: dict[fx.Node, list[fx.Node]] = {}
+        for node in self.compute:
+            sources = list(dict.fromkeys(root(source) for source in node.all_input_nodes))
+            self.reads[node] = sources
+            for source in sources:
+                self.readers.setdefault(source, []).append(node)
+        self.escapes = {root(node) for node in tg.graph.output_node().all_input_nodes}
+
+    def predecessors(self) -> list[list[int]]:
+        """For each compute node, what must run before it: what it reads, and order kept on purpose.
+
+        Random draws keep their order. An effect runs after all before it and before all after it.
+        """
+        before: list[list[int]] = []
+        last_draw: int | None = None
+        last_effect: int | None = None
+        for index, node in enumerate(self.compute):
+            sources = [
+                self.position[source] for source in self.reads[node] if source in self.position
+            ]
+            if last_effect is not None:
+                sources.append(last_effect)
+            if ops.is_effect(node):
+                sources = list(range(last_effect or 0, index))
+                last_effect = index
+            elif ops.draws_randomness(node):
+                if last_draw is not None:
+                    sources.append(last_draw)
+                last_draw = index
+            before.append(sources)
+        return before
+
+    def close(
+        self, members: Iterable[fx.Node], free: frozenset[fx.Node]
+    ) -> tuple[list[fx.Node], list[fx.Node]]:
+        """Nodes of a group (members, views between them, constants) and the values it reads.
+
+        free: constants that a kernel can make itself. Both in graph order of (first) use.
+        """
+        chosen = set(members)
+        nodes = set(chosen)
+        inputs: dict[fx.Node, None] = {}
+        for member in sorted(chosen, key=self.place.__getitem__):
+            for source in member.all_input_nodes:
+                chain = [source]
+                while is_view(chain[-1]):
+                    chain.append(chain[-1].args[0])  # type: ignore[arg-type]  # the viewed tensor
+                inside = chain[-1] in chosen or chain[-1] in free
+                if inside:
+                    nodes.update(chain)
+                else:
+                    inputs[source] = None
+        return sorted(nodes, key=self.place.__getitem__), list(inputs)

@@ -1,0 +1,376 @@
+"""Which nodes become one kernel: greedy merging by the bytes that it saves.
+
+Producers are merged into consumers first, then (if `horizontal`) siblings that share a read. A
+merge must make no cycle, stay in one phase, and leave a group with one iteration domain whose
+outputs one kernel can store. What ends up alone stays ATen: it is one kernel there, too.
+"""
+
+from __future__ import annotations
+
+import heapq
+import operator
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+
+import torch
+from torch import fx
+
+from autodiff import ops
+from autodiff.graph import Refusal, TrainingGraph
+from trainfuse.fusion.assemble import KEEP_MASK, Unit, assemble
+from trainfuse.fusion.domains import Domain, infer
+from trainfuse.fusion.flow import Flow, is_creation, value_bytes
+from trainfuse.fusion.plan import FusionOptions, FusionPlan
+from trainfuse.fusion.reach import Reach
+
+Supports = Callable[[fx.Node], str | None]
+
+# Siblings further apart than this are left alone: one of the results would have to wait, in
+# memory, for what the other one needs.
+SIBLING_DISTANCE = 64
+_FUSIBLE_KINDS = frozenset({"pointwise", "reduction", "rng", "gather"})
+_CASTS = frozenset({"aten._to_copy.default", "prims.convert_element_type.default"})
+
+
+def plan_fusion(
+    tg: TrainingGraph,
+    owner: Mapping[fx.Node, int] | None = None,
+    *,
+    supports: Supports,
+    options: FusionOptions | None = None,
+) -> FusionPlan:
+    """Group the nodes of a training graph, and order everything that runs.
+
+    owner: the slice of each node that slicing took; what it left out stays ATen, but for the
+    update. None: no gradient is needed, everything may be fused.
+    supports: why the code generator can't build a node, or None.
+    """
+    grouping = _Grouping(tg, owner, supports, options or FusionOptions())
+    grouping.merge_producers()
+    if grouping.options.horizontal:
+        grouping.merge_siblings()
+        grouping.merge_producers()
+    grouping.copy_cheap()
+    units = [
+        Unit(tuple(grouping.members[unit]), tuple(grouping.borrowed[unit]))
+        for unit in grouping.members
+    ]
+    plan = assemble(grouping.flow, units, grouping.free, grouping.options)
+    refusals = (*grouping.refusals, *grouping.remaining_crossings(plan), *plan.refusals)
+    return replace(plan, refusals=refusals)
+
+
+class _Grouping:
+    """The units while they grow. A unit is known by the index that `Reach` knows it by."""
+
+    def __init__(
+        self,
+        tg: TrainingGraph,
+        owner: Mapping[fx.Node, int] | None,
+        supports: Supports,
+        options: FusionOptions,
+    ) -> None:
+        self.tg = tg
+        self.options = options
+        self.flow = Flow(tg)
+        self.reach = Reach(self.flow.predecessors())
+        self.refusals: list[Refusal] = []
+        self.crossings: dict[tuple[fx.Node, fx.Node], str] = {}
+        self.free = frozenset(
+            node for node in self.flow.compute if is_creation(node) and supports(node) is None
+        )
+        self.members: dict[int, list[fx.Node]] = {}
+        self.borrowed: dict[int, list[fx.Node]] = {}
+        self.failed: dict[int, set[int]] = {}
+        for index, node in enumerate(self.flow.compute):
+            if ops.lookup(node.target).kind not in _FUSIBLE_KINDS:
+                continue
+            reason = self.barred(node, owner, supports)
+            if reason is None:
+                self.members[index] = [node]
+                self.borrowed[index] = []
+                self.failed[index] = set()
+            else:
+                self.refusals.append(tg.refuse("fusion", node, reason))
+        self.glue_getitems(supports)
+
+    # Units.
+
+    def barred(
+        self, node: fx.Node, owner: Mapping[fx.Node, int] | None, supports: Supports
+    ) -> str | None:
+        """Why a node can be in no group."""
+        name = ops.op_name(node.target)
+        if {name, name.rpartition(".")[0]} & self.options.skip_ops:
+            return "the operator is skipped"
+        if owner is not None and node not in owner and self.tg.phase(node) != "update":
+            return "slicing left it outside every differentiable subgraph"
+        reason = supports(node)
+        if reason is not None:
+            return reason
+        devices = {value.device for value in _tensors((node, *node.all_input_nodes))}
+        if len(devices) > 1:
+            return "its operands are on several devices"
+        domain = infer([node])
+        return domain.reason if isinstance(domain, Refusal) else None
+
+    def glue_getitems(self, supports: Supports) -> None:
+        """Join the parts of a multiple result to the operation that makes them."""
+        for index, node in enumerate(self.flow.compute):
+            if node.target is not operator.getitem or supports(node) is not None:
+                continue
+            source = self.unit(self.flow.reads[node][0])
+            if source is not None:
+                self.members[index], self.borrowed[index] = [node], []
+                self.failed[index] = set()
+                self.join(source, index)
+
+    def unit(self, node: fx.Node) -> int | None:
+        """The unit that computes a value, None for graph inputs and for what stays ATen."""
+        index = self.flow.position.get(node)
+        if index is None:
+            return None
+        found = self.reach.find(index)
+        return found if found in self.members else None
+
+    def reads(self, unit: int) -> set[fx.Node]:
+        """Roots that a unit reads from outside; constants cost nothing."""
+        own = set(self.members[unit])
+        return {
+            source
+            for member in own
+            for source in self.flow.reads[member]
+            if source not in own and source not in self.free
+        }
+
+    def join(self, first: int, second: int) -> int:
+        """Make one unit of two."""
+        kept = self.reach.merge(first, second)
+        gone = second if kept == first else first
+        self.members[kept] = self.members[kept] + self.members.pop(gone)
+        self.borrowed[kept] = self.borrowed[kept] + self.borrowed.pop(gone)
+        self.failed[kept] |= self.failed.pop(gone)
+        return kept
+
+    # Is it a kernel?
+
+    def shape(self, members: Iterable[fx.Node], stored: set[fx.Node]) -> Domain | str:
+        """The domain of the group that `members` would be, or why they are none.
+
+        stored: members that would be its outputs.
+        """
+        nodes, inputs = self.flow.close(members, self.free)
+        if len(nodes) > self.options.max_nodes:
+            return f"the group would have more than {self.options.max_nodes} nodes"
+        if len(inputs) + len(stored) > self.options.max_pointers:
+            return f"the group would touch more than {self.options.max_pointers} tensors"
+        domain = infer(nodes)
+        if isinstance(domain, Refusal):
+            return domain.reason
+        reason = _unstorable(nodes, stored, domain)
+        return domain if reason is None else reason
+
+    def stored(self, unit_members: set[fx.Node]) -> set[fx.Node]:
+        """Members that something outside them reads."""
+        return {
+            member
+            for member in unit_members
+            if member in self.flow.escapes
+            or any(reader not in unit_members for reader in self.flow.readers.get(member, ()))
+        }
+
+    def try_merge(self, first: int, second: int) -> bool | None:
+        """Merge if the result is one kernel. None: not now, a path leads through a third unit."""
+        if second in self.failed[first] or first in self.failed[second]:
+            return False
+        if self.reach.would_cycle(first, second):
+            return None
+        members = {*self.members[first], *self.members[second]}
+        shape = self.shape(members, self.stored(members))
+        if isinstance(shape, str):
+            self.failed[first].add(second)
+            self.failed[second].add(first)
+            self.note_crossing(first, second, shape)
+            return False
+        self.join(first, second)
+        return True
+
+    def note_crossing(self, first: int, second: int, reason: str) -> None:
+        """Remember why a value still goes through memory between two units."""
+        for source, target in ((first, second), (second, first)):
+            own = set(self.members[source])
+            for reader in self.members[target]:
+                for value in self.flow.reads[reader]:
+                    if value in own:
+                        self.crossings.setdefault((value, reader), reason)
+
+    def remaining_crossings(self, plan: FusionPlan) -> list[Refusal]:
+        """Why values still go through memory between operations that could be fused."""
+        home: dict[fx.Node, set[str]] = {node: {node.name} for node in plan.aten}
+        for group in plan.groups:
+            for node in group.nodes:
+                home.setdefault(node, set()).add(group.name)
+        return [
+            self.tg.refuse("fusion", reader, f"not in one kernel with {value.name}: {reason}")
+            for (value, reader), reason in self.crossings.items()
+            if value in home and reader in home and not home[value] & home[reader]
+        ]
+
+    # Merging.
+
+    def saved_bytes(self, first: int, second: int) -> int:
+        """Bytes that needn't be moved once two units are one."""
+        saved = 0
+        one, other = set(self.members[first]), set(self.members[second])
+        read_by_one, read_by_other = self.reads(first), self.reads(second)
+        passed = (read_by_one & other) | (read_by_other & one)
+        stored = self.stored(one | other) if passed else set()
+        for value in passed:
+            saved += value_bytes(value) * (1 if value in stored else 2)
+        return saved + sum(value_bytes(value) for value in read_by_one & read_by_other)
+
+    def producers(self, unit: int) -> set[int]:
+        """Units of the same phase that a unit reads from."""
+        found = {self.unit(value) for value in self.reads(unit)}
+        return {other for other in found if other is not None and self.same_phase(other, unit)}
+
+    def consumers(self, unit: int) -> set[int]:
+        """Units of the same phase that read from a unit."""
+        readers = (
+            reader for member in self.members[unit] for reader in self.flow.readers.get(member, ())
+        )
+        found = {self.unit(reader) for reader in readers} - {unit}
+        return {other for other in found if other is not None and self.same_phase(other, unit)}
+
+    def siblings(self, unit: int) -> set[int]:
+        """Units of the same phase, not too far away, that share a read of two or more elements."""
+        found: set[int] = set()
+        spot = self.flow.position[self.members[unit][0]]
+        for value in self.reads(unit):
+            if value_bytes(value) < 64:
+                continue
+            for reader in self.flow.readers[value]:
+                if abs(self.flow.position[reader] - spot) > SIBLING_DISTANCE:
+                    continue
+                other = self.unit(reader)
+                if other is not None and other != unit and self.same_phase(other, unit):
+                    found.add(other)
+        return found
+
+    def same_phase(self, first: int, second: int) -> bool:
+        return self.tg.phase(self.members[first][0]) == self.tg.phase(self.members[second][0])
+
+    def merge_producers(self) -> None:
+        """Merge along data flow, the edge that saves most first, to a fixpoint."""
+        self.merge_along(lambda unit: self.producers(unit) | self.consumers(unit))
+
+    def merge_siblings(self) -> None:
+        """Merge units that share a read, the pair that saves most first, to a fixpoint."""
+        self.merge_along(self.siblings)
+
+    def merge_along(self, neighbours: Callable[[int], set[int]]) -> None:
+        """Greedy merging of neighbours. A pair that a cycle forbids is tried again at the end."""
+        pending = {
+            (min(unit, other), max(unit, other))
+            for unit in self.members
+            for other in neighbours(unit)
+        }
+        while pending:
+            heap = [self.entry(first, second) for first, second in pending]
+            heapq.heapify(heap)
+            pending = set()
+            merged = False
+            while heap:
+                saved, _, first, second = heapq.heappop(heap)
+                if first not in self.members or second not in self.members:
+                    continue
+                current = self.entry(first, second)
+                if current[0] > saved:
+                    heapq.heappush(heap, current)
+                    continue
+                done = self.try_merge(first, second)
+                if done is None:
+                    pending.add((first, second))
+                elif done:
+                    merged = True
+                    kept = self.reach.find(first)
+                    for other in neighbours(kept):
+                        heapq.heappush(heap, self.entry(min(kept, other), max(kept, other)))
+            if not merged:
+                return
+            pending = {
+                pair for pair in pending if pair[0] in self.members and pair[1] in self.members
+            }
+
+    def entry(self, first: int, second: int) -> tuple[int, int, int, int]:
+        """Heap order: most bytes first, then nearest, then earliest."""
+        return (-self.saved_bytes(first, second), abs(first - second), first, second)
+
+    # Cheap copies.
+
+    def copy_cheap(self) -> None:
+        """Give each reader its own copy of a value that is cheaper to make than to read.
+
+        A widening cast reads half of what its result holds; a mask reads nothing but its seed.
+        What the copy reads must be in memory anyway.
+        """
+        for node in self.flow.compute:
+            source = self.unit(node)
+            if source is None or not _cheap_to_copy(node):
+                continue
+            own = set(self.members[source])
+            if any(v in own and v not in self.stored(own) for v in self.flow.reads[node]):
+                continue
+            for reader in self.flow.readers.get(node, ()):
+                target = self.unit(reader)
+                if target is None or target == source or not self.same_phase(source, target):
+                    continue
+                if node in self.borrowed[target]:
+                    continue
+                members = set(self.members[target])
+                extended = members | {node, *self.borrowed[target]}
+                if not isinstance(self.shape(extended, self.stored(members)), str):
+                    self.borrowed[target].append(node)
+
+
+def _cheap_to_copy(node: fx.Node) -> bool:
+    """Whether making a value again moves less than reading it."""
+    name = ops.op_name(node.target)
+    if name == KEEP_MASK:
+        return True
+    if name not in _CASTS:
+        return False
+    source = node.all_input_nodes[0].meta["val"]
+    return source.dtype.itemsize < node.meta["val"].dtype.itemsize
+
+
+def _unstorable(nodes: list[fx.Node], stored: set[fx.Node], domain: Domain) -> str | None:
+    """Why one of the stored values can't be written by this group's kernel.
+
+    A value is written by the programs that hold it: it spans all axes, or is one of a row's, or
+    was summed over rows. Any other would be written again and again by programs that share it.
+    """
+    rows, every = frozenset(domain.rows), frozenset(range(len(domain.sizes)))
+    own = {
+        node: frozenset(axis for dim in dims for axis in dim) for node, dims in domain.axes.items()
+    }
+    summed: set[fx.Node] = set()
+    for node in nodes:
+        across = domain.reduced.get(node, frozenset()) & rows
+        if across and domain.kind == "row_column" and not (own[node] | domain.reduced[node]) - rows:
+            return "a sum over the results of rows is a kernel of its own"
+        if across or any(source in summed for source in node.all_input_nodes):
+            summed.add(node)
+    for node in stored:
+        if not isinstance(node.meta["val"], torch.Tensor):
+            return f"the parts of {node.name} are read one by one outside"
+        per_row = domain.kind in ("row", "row_column") and own[node] == rows
+        if node not in summed and own[node] != every and not per_row:
+            return f"{node.name} is smaller than the group that would write it"
+    return None
+
+
+def _tensors(nodes: Iterable[fx.Node]) -> list[torch.Tensor]:
+    values = (node.meta.get("val") for node in nodes)
+    flat = [part for v in values for part in (v if isinstance(v, tuple | list) else (v,))]
+    return [value for value in flat if isinstance(value, torch.Tensor)]
