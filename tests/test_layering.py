@@ -28,9 +28,18 @@ SOURCES = sorted(
 )
 
 
+class _Executed(ast.NodeTransformer):
+    """Drops `if TYPE_CHECKING:` blocks: an annotation may name what comes later."""
+
+    def visit_If(self, node: ast.If) -> ast.AST | None:
+        test = node.test
+        return None if isinstance(test, ast.Name) and test.id == "TYPE_CHECKING" else node
+
+
 def imports(path: Path) -> Iterator[str]:
     """Absolute names of the modules that a file imports, wherever in the file."""
-    for node in ast.walk(ast.parse((ROOT / path).read_text(encoding="utf-8"))):
+    tree = _Executed().visit(ast.parse((ROOT / path).read_text(encoding="utf-8")))
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):

@@ -76,7 +76,7 @@ def parse(text: str) -> dict[str, int]:
     """Levels by area from the TRAINFUSE_LOG grammar.
 
     Parts are joined by ":"; a bare name shows graphs, ">" also decisions, ">>" and ">>>" also
-    internals. Names are areas or the seed's file names. Raises UnknownToken, BadTokenList.
+    internals. Names are areas, or PYTORCH_JIT_LOG_LEVEL file names. Raises UnknownToken, BadTokenList.
     """
     levels: dict[str, int] = {}
     for part in filter(None, (piece.strip() for piece in text.split(":"))):

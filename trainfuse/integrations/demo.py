@@ -54,12 +54,14 @@ class DemoResult:
     gate: str
 
     def to_json(self) -> str:
-        """One line; a figure that could not be had is null."""
-        finite = {
-            name: None if isinstance(value, float) and not math.isfinite(value) else value
-            for name, value in asdict(self).items()
-        }
-        return json.dumps(finite)
+        """One line, six digits; a figure that could not be had is null."""
+        return json.dumps({name: _figure(value) for name, value in asdict(self).items()})
+
+
+def _figure(value: Any) -> Any:
+    if not isinstance(value, float):
+        return value
+    return float(f"{value:.6g}") if math.isfinite(value) else None
 
 
 def make_training(
