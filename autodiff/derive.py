@@ -14,7 +14,14 @@ from torch.utils._pytree import tree_leaves
 from . import ops
 from .formulas import Formula, composites
 from .graph import TrainingGraph
-from .rewrite import GraphEdit, fake_mode_of, value_of
+from .rewrite import (
+    GraphEdit,
+    fake_mode_of,
+    is_row_major,
+    known_equal,
+    same_strides,
+    value_of,
+)
 
 Table = Mapping[Any, Formula]
 
@@ -137,27 +144,19 @@ def _splice(edit: GraphEdit, node: fx.Node, formula: fx.GraphModule) -> None:
 def _conform(edit: GraphEdit, made: fx.Node, wanted: torch.Tensor, fact: Any) -> fx.Node | None:
     """The result with the dtype and strides that readers were traced with, or None."""
     value = made.meta["val"]
-    if tuple(value.shape) != tuple(wanted.shape):
+    if not known_equal(tuple(value.shape), tuple(wanted.shape)):
         return None
     if value.dtype != wanted.dtype:
         made = edit.emit(
             torch.ops.aten._to_copy.default, (made,), {"dtype": wanted.dtype}, fact=fact
         )
         value = made.meta["val"]
-    if _same_strides(value, wanted):
+    if same_strides(value, wanted):
         return made
-    if not wanted.is_contiguous():
+    if not is_row_major(wanted):
         return None
     kwargs = {"memory_format": torch.contiguous_format}
     return edit.emit(torch.ops.aten.clone.default, (made,), kwargs, fact=fact)
-
-
-def _same_strides(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Equal strides wherever a stride is ever used."""
-    return all(
-        a == b or size == 1
-        for a, b, size in zip(one.stride(), other.stride(), one.shape, strict=True)
-    )
 
 
 _ALIASES = frozenset({"aten.alias.default", "aten.detach.default"})
@@ -207,10 +206,10 @@ def _identity_source(node: fx.Node) -> fx.Node | None:
     if not isinstance(made, torch.Tensor) or not isinstance(given, torch.Tensor):
         return None
     same = (
-        made.shape == given.shape
+        known_equal(tuple(made.shape), tuple(given.shape))
         and made.dtype == given.dtype
         and made.device == given.device
-        and _same_strides(made, given)
+        and same_strides(made, given)
     )
     if not same or (ops.lookup(node.target).aliases and not _same_place(node, source)):
         return None
@@ -221,7 +220,8 @@ def _same_place(node: fx.Node, source: fx.Node) -> bool:
     """Whether a view of unchanged shape and strides also reads the same elements in order."""
     if ops.op_name(node.target) == "aten.permute.default":
         return True  # proved by _undone_permute, or an exchange of size-1 dimensions
-    return node.meta["val"].storage_offset() == source.meta["val"].storage_offset()
+    made, given = node.meta["val"], source.meta["val"]
+    return known_equal(made.storage_offset(), given.storage_offset())
 
 
 def _undone_permute(node: fx.Node) -> Any:

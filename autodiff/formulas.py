@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .rewrite import is_row_major, known_equal
+
 Formula = Callable[..., Any]
 
 
@@ -23,13 +25,17 @@ def _work(value: Tensor) -> Tensor:
     return value
 
 
+def _is_empty(value: Tensor) -> bool:
+    return known_equal(value.numel(), 0)
+
+
 def _inner(value: Tensor, normalized_shape: list[int]) -> list[int]:
     return list(range(value.dim() - len(normalized_shape), value.dim()))
 
 
 def softmax(x: Tensor, dim: int, half_to_float: bool) -> Any:
     """aten._softmax: exp(x - max) / sum."""
-    if x.dim() == 0 or x.numel() == 0:
+    if x.dim() == 0 or _is_empty(x):
         return NotImplemented
     work = _work(x)
     exponential = torch.exp(work - torch.amax(work, [dim], True))
@@ -39,7 +45,7 @@ def softmax(x: Tensor, dim: int, half_to_float: bool) -> Any:
 
 def softmax_backward(gradient: Tensor, output: Tensor, dim: int, input_dtype: torch.dtype) -> Any:
     """aten._softmax_backward_data: y * (g - sum(g * y)), by ATen's formula g*y - y*sum(g*y)."""
-    if output.dim() == 0 or output.numel() == 0:
+    if output.dim() == 0 or _is_empty(output):
         return NotImplemented
     y = _work(output)
     weighted = _work(gradient) * y
@@ -48,7 +54,7 @@ def softmax_backward(gradient: Tensor, output: Tensor, dim: int, input_dtype: to
 
 def log_softmax(x: Tensor, dim: int, half_to_float: bool) -> Any:
     """aten._log_softmax: x - max - log(sum(exp(x - max)))."""
-    if x.dim() == 0 or x.numel() == 0:
+    if x.dim() == 0 or _is_empty(x):
         return NotImplemented
     work = _work(x)
     shifted = work - torch.amax(work, [dim], True)
@@ -60,7 +66,7 @@ def log_softmax_backward(
     gradient: Tensor, output: Tensor, dim: int, input_dtype: torch.dtype
 ) -> Any:
     """aten._log_softmax_backward_data: g - exp(y) * sum(g)."""
-    if output.dim() == 0 or output.numel() == 0:
+    if output.dim() == 0 or _is_empty(output):
         return NotImplemented
     g = _work(gradient)
     return (g - torch.exp(_work(output)) * torch.sum(g, [dim], True)).to(input_dtype)
@@ -70,7 +76,7 @@ def layer_norm(
     x: Tensor, normalized_shape: list[int], weight: Tensor | None, bias: Tensor | None, eps: float
 ) -> Any:
     """aten.native_layer_norm: output, mean, 1 / sqrt(var + eps); var by var_mean, in two passes."""
-    if x.numel() == 0:
+    if _is_empty(x):
         return NotImplemented
     work = _work(x)
     variance, mean = torch.var_mean(work, _inner(x, normalized_shape), correction=0, keepdim=True)
@@ -98,7 +104,7 @@ def layer_norm_backward(
     dx = rstd * (h - mean(h) - xhat * mean(h * xhat)) with h = g * weight.
     Source: Ba et al., arXiv:1607.06450, differentiated.
     """
-    if x.numel() == 0:
+    if _is_empty(x):
         return NotImplemented
     inner = _inner(x, normalized_shape)
     g, scale = _work(gradient), _work(rstd)
@@ -127,7 +133,7 @@ def rms_norm(
     x: Tensor, normalized_shape: list[int], weight: Tensor | None, eps: float | None
 ) -> Any:
     """aten._fused_rms_norm: output, 1 / sqrt(mean(x * x) + eps)."""
-    if x.numel() == 0:
+    if _is_empty(x):
         return NotImplemented
     work = _work(x)
     floor = torch.finfo(work.dtype).eps if eps is None else eps
@@ -147,7 +153,7 @@ def rms_norm_backward(
     mask: list[bool],
 ) -> Any:
     """aten._fused_rms_norm_backward: dx = rstd * (h - xhat * mean(h * xhat)), h = g * weight."""
-    if x.numel() == 0:
+    if _is_empty(x):
         return NotImplemented
     inner = _inner(x, normalized_shape)
     g, scale = _work(gradient), _work(rstd)
@@ -172,7 +178,7 @@ def group_norm(
     eps: float,
 ) -> Any:
     """aten.native_group_norm: output, mean [N, G], 1 / sqrt(var + eps) [N, G]."""
-    if x.numel() == 0 or not x.is_contiguous():
+    if _is_empty(x) or not is_row_major(x):
         return NotImplemented
     work = _work(x).reshape(batch, groups, channels // groups, positions)
     variance, mean = torch.var_mean(work, [2, 3], correction=0, keepdim=True)
@@ -204,7 +210,7 @@ def group_norm_backward(
     mask: list[bool],
 ) -> Any:
     """aten.native_group_norm_backward: as layer norm's, over the elements of each group."""
-    if x.numel() == 0 or not (x.is_contiguous() and gradient.is_contiguous()):
+    if _is_empty(x) or not (is_row_major(x) and is_row_major(gradient)):
         return NotImplemented
     shape = (batch, groups, channels // groups, positions)
     g = _work(gradient).reshape(shape)
@@ -237,7 +243,7 @@ def nll_loss_forward(
     reduction and fuses with the log-softmax before it. total_weight is 0 without reduction, as
     in ATen.
     """
-    if x.dim() != 2 or x.numel() == 0:
+    if x.dim() != 2 or _is_empty(x):
         return NotImplemented
     chosen = _is_target(x, target, ignore_index)
     work = _work(x)
@@ -270,7 +276,7 @@ def nll_loss_backward(
 
     Pointwise with broadcasts, so that it fuses with the log-softmax backward after it.
     """
-    if x.dim() != 2 or x.numel() == 0:
+    if x.dim() != 2 or _is_empty(x):
         return NotImplemented
     g = _work(gradient)
     if reduction == _NONE:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.utils._pytree import tree_leaves
 
 from . import ops
@@ -120,3 +121,31 @@ def infer(node: fx.Node) -> Any:
             return target(*args, **kwargs)
         with mode:
             return target(*args, **kwargs)
+
+
+def known_equal(one: Any, other: Any) -> bool:
+    """Whether two sizes, or two sequences of sizes, are equal for all values of their symbols.
+
+    Comparing them by == would guard on today's sizes, and so recompile at the next.
+    """
+    if isinstance(one, (tuple, list)):
+        return len(one) == len(other) and all(map(known_equal, one, other))
+    return statically_known_true(one == other)
+
+
+def same_strides(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Equal strides wherever a stride is ever used; the shapes must agree."""
+    return all(
+        known_equal(a, b) or known_equal(size, 1)
+        for a, b, size in zip(one.stride(), other.stride(), one.shape, strict=True)
+    )
+
+
+def is_row_major(value: torch.Tensor) -> bool:
+    """Whether a tensor is contiguous for all values of its symbols."""
+    expected: Any = 1
+    for stride, size in zip(reversed(value.stride()), reversed(value.shape), strict=True):
+        if not known_equal(size, 1) and not known_equal(stride, expected):
+            return False
+        expected = expected * size
+    return True

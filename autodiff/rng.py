@@ -110,13 +110,20 @@ def functionalize_dropout(tg: TrainingGraph) -> TrainingGraph:
         return tg
     edit = GraphEdit(tg)
     seeds: dict[torch.device, fx.Node] = {}
+    # An input where there is one, so that the seed waits for no computed value.
+    inputs = {
+        node.meta["val"].device: node
+        for node in reversed(list(edit.graph.nodes))
+        if node.op == "placeholder" and isinstance(node.meta["val"], torch.Tensor)
+    }
     for offset, old in enumerate(dropouts):
         node = edit.mapping[old]
         device = node.args[0].meta["val"].device
         if device not in seeds:
             with edit.graph.inserting_before(node):
+                like = inputs.get(device, node.args[0])
                 seeds[device] = edit.emit(
-                    torch.ops.trainfuse.seed.default, (node.args[0],), fact=edit.facts[node]
+                    torch.ops.trainfuse.seed.default, (like,), fact=edit.facts[node]
                 )
         _rewrite_dropout(edit, node, seeds[device], offset)
     for old in tg.nodes():
