@@ -17,28 +17,21 @@ every program of `update` reads the old ones, so writing them there would be a r
 from __future__ import annotations
 
 import hashlib
-import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, fx
 
 from autodiff.graph import Refusal
+from autodiff.ops import lookup
+from trainfuse.codegen.scalars import TRITON_TYPE, compute_dtype
 from trainfuse.codegen.schedules.foreach_tables import ALIGNMENT_BYTES, CHUNK_SIZES
+from trainfuse.codegen.triton_ops import Unsupported, expression
+from trainfuse.codegen.triton_printer import HEADER
 
 BLOCK = 1024
 NUM_WARPS = 4
-
-_TRITON_TYPES = {
-    torch.float64: "tl.float64",
-    torch.float32: "tl.float32",
-    torch.float16: "tl.float16",
-    torch.bfloat16: "tl.bfloat16",
-    torch.int64: "tl.int64",
-    torch.int32: "tl.int32",
-    torch.bool: "tl.int1",
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +91,7 @@ def lower_foreach(
     names = {node: role for role, node in sorted_template.inputs.items()}
     storage = {role: _value(node).dtype for role, node in sorted_template.inputs.items()}
     storage.update(dtypes or {})
-    bodies = _Bodies(names, storage)
+    bodies = _Bodies(names)
     for node in (*sorted_template.scalars, *sorted_template.elements):
         refusal = bodies.add(node)
         if refusal is not None:
@@ -150,33 +143,21 @@ def _value(node: fx.Node) -> Tensor:
     return node.meta["val"]
 
 
-def _compute_type(dtype: torch.dtype) -> torch.dtype:
-    """Arithmetic type: low precision is computed in fp32 and rounded only when stored."""
-    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
-
-
 class _Bodies:
     """Statement lists for the 0-d and the 1-D part, grown node by node."""
 
-    def __init__(self, names: Mapping[fx.Node, str], storage: Mapping[str, torch.dtype]) -> None:
+    def __init__(self, names: Mapping[fx.Node, str]) -> None:
         self.names = dict(names)
-        self.types = {node: _compute_type(storage[role]) for node, role in names.items()}
         self.scalars: list[str] = []
         self.elements: list[str] = []
         self.crossing: dict[str, None] = {}  # 0-d names that the 1-D part reads, in order
 
     def add(self, node: fx.Node) -> Refusal | None:
         """Append the statement of one node, or say why it has no text."""
-        result = _compute_type(_value(node).dtype)
-        operand_type = self._operand_type(node) if result is torch.bool else result
-        text = _expression(
-            node,
-            lambda value: self._operand(value, operand_type),
-            lambda value: self.names[value],  # type: ignore[index]  # only asked of nodes
-        )
-        if text is None:
-            reason = f"{node.target} has no text in the foreach schedule"
-            return Refusal("codegen", reason, f"{node.name}: {node.target}", None)
+        try:
+            text = self._text(node)
+        except Unsupported as unsupported:
+            return Refusal("codegen", unsupported.reason, f"{node.name}: {node.target}", None)
         scalar = _value(node).dim() == 0
         if not scalar:
             crossing = (arg for arg in node.all_input_nodes if _value(arg).dim() == 0)
@@ -185,25 +166,16 @@ class _Bodies:
         name = f"s{len(body)}" if scalar else f"t{len(body)}"
         body.append(f"{name} = {text}  # {node.target}")
         self.names[node] = name
-        self.types[node] = result
         return None
 
-    def _operand(self, value: object, wanted: torch.dtype) -> str:
-        if not isinstance(value, fx.Node):
-            return _literal(value)
-        name = self.names[value]
-        if self.types[value] is wanted or wanted is torch.bool:
-            return name
-        return f"{name}.to({_TRITON_TYPES[wanted]})"
-
-    def _operand_type(self, node: fx.Node) -> torch.dtype:
-        """The type a comparison is made in: a 0-d operand doesn't widen a 1-D one, as in ATen."""
-        operands = node.all_input_nodes
-        ranked = [arg for arg in operands if _value(arg).dim() > 0] or operands
-        wanted = self.types[ranked[0]]
-        for arg in ranked[1:]:
-            wanted = torch.promote_types(wanted, self.types[arg])
-        return wanted
+    def _text(self, node: fx.Node) -> str:
+        if lookup(node.target).kind != "creation":
+            return expression(node, self.names.__getitem__)
+        fill = {"ones_like": 1, "zeros_like": 0}.get(str(node.target).split(".")[1], node.args[-1])
+        if not isinstance(fill, bool | int | float):
+            raise Unsupported(node, "its constant is no number")
+        dtype = compute_dtype(_value(node).dtype)
+        return f"tl.full([], {fill!r}, {TRITON_TYPE[dtype]})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,15 +207,17 @@ class _Layout:
         """Whether a 0-d role receives a new value."""
         return any(role in self.template.outputs for role in self.own_scalars)
 
+    def held_in(self, role: str) -> torch.dtype:
+        """The type that a loaded value is computed in: the template's."""
+        return compute_dtype(_value(self.template.inputs[role]).dtype)
+
     def render(self, bodies: _Bodies) -> str:
         """The module text."""
         passed = list(bodies.crossing)
         parts = [
             '"""Update every tensor of a bucket in one launch; tables as in foreach.py."""',
             "",
-            "import triton",
-            "import triton.language as tl",
-            "",
+            HEADER,
             "",
             *self._block(bodies, passed),
             "",
@@ -265,12 +239,12 @@ class _Layout:
         ]
         lines += ["    if FULL:", *_indent(body[0], 2), "    else:", *_indent(body[1], 2)]
         for role in self.flat:
-            wanted = _compute_type(self.storage[role])
+            wanted = self.held_in(role)
             if wanted is not self.storage[role]:
-                lines.append(f"    {role} = {role}.to({_TRITON_TYPES[wanted]})")
+                lines.append(f"    {role} = {role}.to({TRITON_TYPE[wanted]})")
         lines += _indent(bodies.elements, 1)
         stores = {
-            role: f"{bodies.names[node]}.to({_TRITON_TYPES[self.storage[role]]})"
+            role: f"{bodies.names[node]}.to({TRITON_TYPE[self.storage[role]]})"
             for role, node in self.template.outputs.items()
             if role in self.flat
         }
@@ -289,7 +263,7 @@ class _Layout:
                 if role not in roles:
                     continue
                 address = f"tl.load({table} + index * {width} + {column})"
-                pointer = f"{address}.to(tl.pointer_type({_TRITON_TYPES[self.storage[role]]}))"
+                pointer = f"{address}.to(tl.pointer_type({TRITON_TYPE[self.storage[role]]}))"
                 if self.aligned and role in self.flat:
                     pointer = f"tl.multiple_of({pointer}, {ALIGNMENT_BYTES})"
                 lines.append(f"{role}_ptr = {pointer}")
@@ -298,8 +272,8 @@ class _Layout:
     def _scalar_loads(self) -> list[str]:
         lines = []
         for role in (*self.own_scalars, *self.shared):
-            wanted = _compute_type(self.storage[role])
-            cast = "" if wanted is self.storage[role] else f".to({_TRITON_TYPES[wanted]})"
+            wanted = self.held_in(role)
+            cast = "" if wanted is self.storage[role] else f".to({TRITON_TYPE[wanted]})"
             pointer = f"{role}_ptr"
             lines.append(f"{role} = tl.load({pointer}){cast}")
         return lines
@@ -330,11 +304,13 @@ class _Layout:
     def _advance(self, bodies: _Bodies) -> list[str]:
         """The launch that writes the new 0-d values, from the 0-d part alone."""
         shared = [f"{role}_ptr" for role in self.shared]
-        stores = [
-            f"tl.store({role}_ptr, {bodies.names[node]}.to({_TRITON_TYPES[self.storage[role]]}))"
+        # A block of one: the interpreter's libdevice makes blocks even of scalars.
+        new = {
+            role: f"{bodies.names[node]}.to({TRITON_TYPE[self.storage[role]]})"
             for role, node in self.template.outputs.items()
             if role in self.own_scalars
-        ]
+        }
+        stores = [f"tl.store({role}_ptr + tl.arange(0, 1), {text})" for role, text in new.items()]
         lines = [
             "index = tl.program_id(0).to(tl.int64)",
             *self._pointers(self.own_scalars),
@@ -348,90 +324,3 @@ class _Layout:
 
 def _indent(lines: Sequence[str], levels: int) -> list[str]:
     return ["    " * levels + line for line in lines]
-
-
-# Text of an operation, {0} {1} .. its operands. Where rounding matters it is torch's own order.
-_TEXT: Mapping[str, str] = {
-    "aten.abs.default": "tl.abs({0})",
-    "aten.add.Tensor": "{0} + {1}",
-    "aten._to_copy.default": "{0}",
-    "aten.clone.default": "{0}",
-    "aten.copy.default": "{1}",
-    "aten.ones_like.default": "1.0",
-    "aten.sign.default": "tl.where({0} > 0, 1.0, tl.where({0} < 0, -1.0, 0.0))",
-    "aten.div.Tensor": "{0} / {1}",
-    "aten.eq.Scalar": "{0} == {1}",
-    "aten.ge.Scalar": "{0} >= {1}",
-    "aten.gt.Scalar": "{0} > {1}",
-    "aten.le.Scalar": "{0} <= {1}",
-    "aten.lt.Scalar": "{0} < {1}",
-    "aten.maximum.default": "tl.maximum({0}, {1}, tl.PropagateNan.ALL)",
-    "aten.minimum.default": "tl.minimum({0}, {1}, tl.PropagateNan.ALL)",
-    "aten.mul.Tensor": "{0} * {1}",
-    "aten.neg.default": "-{0}",
-    "aten.ne.Scalar": "{0} != {1}",
-    "aten.reciprocal.default": "1.0 / {0}",
-    "aten.rsqrt.default": "tl.rsqrt({0})",
-    "aten.sqrt.default": "tl.sqrt({0})",
-    "aten.square.default": "{0} * {0}",
-    "aten.sub.Tensor": "{0} - {1}",
-    "aten.where.self": "tl.where({0}, {1}, {2})",
-}
-
-
-def _literal(value: object) -> str:
-    """A Python number as Triton text."""
-    if isinstance(value, float) and (value != value or value in (float("inf"), float("-inf"))):
-        return f'float("{value}")'
-    return repr(value)
-
-
-def _expression(
-    node: fx.Node, operand: Callable[[object], str], raw: Callable[[object], str]
-) -> str | None:
-    """Triton text of one node, or None where there is none.
-
-    operand: text of an argument in the node's arithmetic type; raw: in its own.
-    """
-    arguments, options = list(node.args), dict(node.kwargs)
-    match str(node.target):
-        case "aten.add.Tensor" | "aten.sub.Tensor" if options.get("alpha", 1) != 1:
-            sign = "+" if "add" in str(node.target) else "-"
-            left, right = operand(arguments[0]), operand(arguments[1])
-            return f"{left} {sign} {_literal(options['alpha'])} * {right}"
-        case "aten.rsub.Scalar":
-            return f"{operand(arguments[1])} - {operand(arguments[0])}"
-        case "aten.addcmul.default" | "aten.addcdiv.default":
-            first, left, right = (operand(argument) for argument in arguments[:3])
-            scale = _literal(options.get("value", 1))
-            if "addcmul" in str(node.target):
-                return f"{first} + {scale} * {left} * {right}"
-            return f"{first} + {scale} * ({left} / {right})"
-        case "aten.lerp.Scalar":
-            start, end, weight = operand(arguments[0]), operand(arguments[1]), arguments[2]
-            if abs(weight) < 0.5:  # type: ignore[arg-type]  # a number, by the schema
-                return f"{start} + {_literal(weight)} * ({end} - {start})"
-            return f"{end} - ({end} - {start}) * {_literal(1 - weight)}"  # type: ignore[operator]
-        case "aten.pow.Scalar" if isinstance(arguments[0], float) and arguments[0] > 0:
-            # In fp64: next to base 1 a fp32 logarithm would lose the bias correction's digits.
-            power = f"({operand(arguments[1])}).to(tl.float64) * {math.log2(arguments[0])!r}"
-            return f"tl.exp2({power}).to({_TRITON_TYPES[_compute_type(_value(node).dtype)]})"
-        case "aten.pow.Tensor_Scalar" if arguments[1] in (0.5, 2):
-            base = operand(arguments[0])
-            return f"tl.sqrt({base})" if arguments[1] == 0.5 else f"{base} * {base}"
-        case "aten.pow.Tensor_Scalar" if _value(node).dim() == 0:
-            power = f"tl.log2({operand(arguments[0])}.to(tl.float64)) * {arguments[1]!r}"
-            return f"tl.exp2({power}).to({_TRITON_TYPES[_compute_type(_value(node).dtype)]})"
-        case "aten.where.self":
-            branches = operand(arguments[1]), operand(arguments[2])
-            return f"tl.where({raw(arguments[0])}, {branches[0]}, {branches[1]})"
-        case "aten.scalar_tensor.default" | "aten.full.default" | "aten.full_like.default":
-            return _literal(arguments[-1])
-        case "aten.clamp.default":
-            text = operand(arguments[0])
-            for bound, function in zip(arguments[1:], ("maximum", "minimum"), strict=False):
-                if bound is not None:
-                    text = f"tl.{function}({text}, {_literal(bound)}, tl.PropagateNan.ALL)"
-            return text
-    pattern = _TEXT.get(str(node.target))
-    return None if pattern is None else pattern.format(*(operand(value) for value in arguments))
