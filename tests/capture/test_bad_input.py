@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn import functional
 
 import trainfuse
-from trainfuse import pipeline
+from trainfuse.runtime import plan as plans
 from trainfuse.runtime.foreach import UpdateCall
 
 BACKENDS = ("triton", "eager")
@@ -375,7 +375,7 @@ def test_interrupted_in_the_first_call(place, error, backend, monkeypatch):
         if place == "update":
             _raise_after(patch, UpdateCall, "__call__", error)
         elif place == "compile":
-            _raise_after(patch, pipeline, "build_program", error)
+            _raise_after(patch, plans, "build_program", error)
         else:
             Tripwire.arm(place, error)
         with pytest.raises(error):

@@ -1,4 +1,4 @@
-"""Ways to compile a training: whole step or regions, by each code generator that runs here."""
+"""The `compiler` fixture: makes compile_fns, and closes what they compiled."""
 
 from __future__ import annotations
 
@@ -6,47 +6,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-import torch
 
-import trainfuse
-from trainfuse.capture import compat
-from trainfuse.testing import Step, Training
-
-BACKENDS = ("triton", "inductor", "eager")
-
-
-class Compiler:
-    """A compile_fn for `gradient_report` that keeps what it compiled, to be looked at after."""
-
-    def __init__(self, capture: str, backend: str, **options: Any) -> None:
-        self.capture, self.backend, self.options = capture, backend, options
-        self.steps: list[Any] = []
-
-    def __call__(self, training: Training) -> Step:
-        if self.capture == "whole":
-            step = trainfuse.compile(training.step, backend=self.backend, **self.options)
-            self.steps.append(step)
-            return step
-        trainfuse.compile(training.model, backend=self.backend, **self.options)
-        self.steps.append(compat.compiled_call(training.model))
-        return training.step
-
-    def check(self) -> None:
-        """The plans are of the kind that was asked for, and no kernel failed or fell back."""
-        for step in self.steps:
-            explanation = step.explain()
-            expected = "whole_step" if self.capture == "whole" else "regions"
-            assert explanation.capture == expected, explanation.refusals
-            stats = step.stats()
-            assert stats["plans"] >= 1
-            assert stats["gate"] == "pass"
-            if self.backend == "triton":
-                assert stats["kernels"] > 0, "nothing was fused: the test shows nothing"
-
-    def close(self) -> None:
-        """Free the plans."""
-        for step in self.steps:
-            step.close()
+from tests.gradients.compilers import Compiler
 
 
 @pytest.fixture
@@ -61,4 +22,3 @@ def compiler() -> Iterator[Callable[..., Compiler]]:
     yield make
     for one in made:
         one.close()
-    torch.compiler.reset()

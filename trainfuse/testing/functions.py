@@ -79,19 +79,21 @@ def assert_gradients_match(
     k: float = 2.0,
     compile_fn: Callable[[Step], Step] | None = None,
     seed: int = 0,
+    rng: str = "fast",
 ) -> GradientReport:
     """Check that trainfuse's outputs and gradients of fn are as near to fp64 as eager's.
 
     fn: a function of tensors, or a module (copied; never changed). args: its arguments, cloned;
     gradients are taken of those that require them and of the module's parameters, under random
     cotangents. dtype: run in this type instead of the arguments' own. compile_fn: how to compile
-    (default `trainfuse.compile`). Raises AssertionError; returns the report otherwise.
+    (default `trainfuse.compile`). rng: "eager" where dropout's masks are to be torch's own.
+    Raises AssertionError; returns the report otherwise.
     """
     if compile_fn is None:
         from trainfuse import compile as compile_fn
-    with fused_masks():
+    with fused_masks(rng == "fast"):
         eager = _differentiate(*_fresh(fn, args, dtype), seed)
-    with fused_masks(), double_precision():
+    with fused_masks(rng == "fast"), double_precision():
         fp64 = _differentiate(*_fresh(fn, args, torch.float64), seed)
     own_fn, own_args = _fresh(fn, args, dtype)
     ours = _differentiate(own_fn, own_args, seed, compile_fn(own_fn))

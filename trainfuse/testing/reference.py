@@ -99,12 +99,15 @@ class _Masks:
 
 
 @contextlib.contextmanager
-def fused_masks() -> Iterator[None]:
+def fused_masks(enabled: bool = True) -> Iterator[None]:
     """Dropout inside draws the masks that one compiled program with `rng="fast"` would draw.
 
     Serves `nn.Dropout`, `F.dropout` and the dropout of `F.scaled_dot_product_attention` (so
     `nn.MultiheadAttention`); dropout inside `nn.LSTM` stays torch's, compiled or not.
     """
+    if not enabled:
+        yield
+        return
     masks = _Masks()
     real = functional.scaled_dot_product_attention
 
