@@ -98,6 +98,7 @@ class KernelCache:
     def __post_init__(self) -> None:
         self._loaded: dict[tuple[str, str, int], Any] = {}
         self._seen: set[tuple[Path, Variant]] = set()
+        self._failed: dict[tuple[Path, Variant], str] = {}
         self._lock = threading.Lock()
         self.on_disk = self.folder is not None
         if self.folder is not None and (reason := why_unsafe(self.folder)) is not None:
@@ -128,19 +129,24 @@ class KernelCache:
     def compile(
         self, wanted: Iterable[tuple[Path, Variant]], arch: str
     ) -> dict[tuple[Path, Variant], str]:
-        """Compile what is missing, in parallel; returns the failures and what they said."""
-        unseen = [pair for pair in dict.fromkeys(wanted) if pair not in self._seen]
-        todo = [(folder, variant) for folder, variant in unseen if not _complete(folder, variant)]
-        self._seen.update(unseen)
+        """Compile what is missing, in parallel; returns the failures and what they said.
+
+        A failure is remembered: it is not tried again in this process.
+        """
+        pairs = list(dict.fromkeys(wanted))
+        unseen = [pair for pair in pairs if pair not in self._seen]
+        todo = [pair for pair in unseen if not _complete(*pair)]
         self.stats.disk_hits += len(unseen) - len(todo)
-        if not todo:
-            return {}
-        jobs = [_job(folder, variant, arch) for folder, variant in todo]
-        errors, seconds = shared_pool(self.workers).run(jobs, self.timeout_s)
-        self.stats.compiled += len(todo)
-        self.stats.seconds += seconds
-        _log.info("compiled %d kernels for %s in %.2f s", len(todo), arch, seconds)
-        return {pair: e for pair, e in zip(todo, errors, strict=True) if e is not None}
+        if todo:
+            jobs = [_job(folder, variant, arch) for folder, variant in todo]
+            errors, seconds = shared_pool(self.workers).run(jobs, self.timeout_s)
+            self.stats.compiled += len(todo)
+            self.stats.seconds += seconds
+            failed = {pair: e for pair, e in zip(todo, errors, strict=True) if e is not None}
+            self._failed.update(failed)
+            _log.info("compiled %d kernels for %s in %.2f s", len(todo), arch, seconds)
+        self._seen.update(unseen)
+        return {pair: self._failed[pair] for pair in pairs if pair in self._failed}
 
     # -- compiled objects ---------------------------------------------------------------------
 
@@ -172,6 +178,7 @@ class KernelCache:
         """Forget everything, on disk and in memory."""
         self._loaded.clear()
         self._seen.clear()
+        self._failed.clear()
         shutil.rmtree(self._root, ignore_errors=True)
 
 
@@ -224,14 +231,14 @@ def _triton_version() -> str:
     return importlib.metadata.version("triton")
 
 
-_caches: dict[tuple[Path | None, int, float], KernelCache] = {}
+_caches: dict[tuple[Path, int, float], KernelCache] = {}
 _caches_lock = threading.Lock()
 
 
 def shared_cache(folder: Path | None, workers: int, timeout_s: float = 60.0) -> KernelCache:
-    """The process-wide cache of a folder: plans share compiled kernels through it."""
-    key = (folder, workers, timeout_s)
+    """The process-wide cache of a folder (None: the default one), which all plans share."""
+    key = (folder or default_folder(), workers, timeout_s)
     with _caches_lock:
         if key not in _caches:
-            _caches[key] = KernelCache(folder, workers, timeout_s)
+            _caches[key] = KernelCache(*key)
         return _caches[key]

@@ -12,6 +12,7 @@ from torch import Tensor, fx
 from autodiff.graph import TrainingGraph
 
 _SYNCHRONISING = frozenset({"nonzero", "_local_scalar_dense", "masked_select", "_unique2"})
+_INDEXING = frozenset({"index", "index_put", "_index_put_impl", "_unsafe_index"})
 _STATIC_KINDS = frozenset({"parameter", "buffer"})
 
 
@@ -44,10 +45,11 @@ def _why_not_node(node: fx.Node) -> str | None:
     if isinstance(target, torch._ops.OpOverload):
         if target._opname in _SYNCHRONISING:
             return f"({target}) waits for the GPU"
-        if {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output} & set(target.tags):
+        if target._opname in _INDEXING:  # index carries the tag below for masks only
+            if _masked(node.args[1]):
+                return f"({target}) indexes with a mask, which waits for the GPU"
+        elif {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output} & set(target.tags):
             return f"({target}) has an output whose size depends on data"
-        if target._opname in ("index", "index_put", "_index_put_impl") and _masked(node.args[1]):
-            return f"({target}) indexes with a mask, which waits for the GPU"
     for value in _tensors(node.meta.get("val")):
         if value.device.type != "cuda":
             return f"({target}) computes on the {value.device.type}"

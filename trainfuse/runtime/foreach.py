@@ -148,7 +148,11 @@ class BucketCall:
         elif isinstance(kernel, str):
             self._fail(self.name, "lowering", kernel)
         elif kernel.key not in options.boundary.failures:
-            self._launcher = self._launcher_for(kernel, entries)
+            made = options.boundary.attempt(lambda: self._launcher_for(kernel, entries), "compile")
+            if isinstance(made, str):
+                self._fail(kernel.key, "compile", made)
+            else:
+                self._launcher = made
 
     def _kernel(self, entries: list[Entry]) -> ForeachKernel | Refusal:
         device = entries[0]["param"].device
@@ -207,30 +211,35 @@ class BucketCall:
 
     def _check(self, kernel: ForeachKernel, entries: list[Entry]) -> None:
         """Gate the kernel on copies of some parameters: a real one can't be updated twice."""
-        options = self._options
+        options, launcher = self._options, self._launcher
         assert options is not None
-        if options.gate is not None and kernel.key not in options.gate.passed:
-            gate = options.gate
+        assert launcher is not None
+        stage: Stage = "compile"
+        wrong = options.boundary.attempt(launcher.load, stage)
+        gate = options.gate
+        if wrong is None and gate is not None and kernel.key not in gate.passed:
+            stage = "gate"
             wrong = options.boundary.attempt(
-                lambda: self._trial(kernel, _sample(entries), gate), "gate"
+                lambda: self._trial(kernel, _sample(entries), gate), stage
             )
-            if wrong is not None:
-                self._fail(kernel.key, "gate", wrong)
-                return
-            gate.passed.add(kernel.key)
+            if wrong is None:
+                gate.passed.add(kernel.key)
+        if wrong is not None:
+            self._fail(kernel.key, stage, wrong)
+            return
         self._trusted = True
 
     def _trial(self, kernel: ForeachKernel, sample: list[Entry], gate: Gate) -> str | None:
         """What is wrong with the kernel's update of copies, or None."""
         nodes, inputs, outputs = _parts(self.template)
-        references = []
-        for entry in sample:
-            env = {node: entry[role] for role, node in inputs.items()}
-            references.append(gate.references(nodes, env, outputs))
+        references = [gate.references(nodes, _flat(inputs, e), outputs) for e in sample]
         self._launcher_for(kernel, sample)(sample)
         for entry, refs in zip(sample, references, strict=True):
             if refs is not None:
-                ours = [entry[role] for role in self.template.written]
+                ours = [
+                    entry[role].reshape(native.shape)
+                    for role, native in zip(self.template.written, refs.native, strict=True)
+                ]
                 if (wrong := gate.compare(ours, refs)) is not None:
                     return wrong
         return None
@@ -245,9 +254,17 @@ class BucketCall:
 def update_by_aten(template: UpdateTemplate, entry: Entry) -> None:
     """Run the traced update of one parameter with ATen, in place; may be captured."""
     nodes, inputs, outputs = _parts(template)
-    values = run_nodes(nodes, {node: entry[role] for role, node in inputs.items()})
+    values = run_nodes(nodes, _flat(inputs, entry))
     for role, node in zip(template.written, outputs, strict=True):
-        entry[role].copy_(values[node])
+        entry[role].copy_(values[node].view(entry[role].shape))
+
+
+def _flat(inputs: dict[str, fx.Node], entry: Entry) -> dict[fx.Node, Tensor]:
+    """The template's inputs: 1-D as it was traced, since a 0-d operand promotes otherwise."""
+    return {
+        node: entry[role].reshape(-1) if node.meta["val"].dim() else entry[role]
+        for role, node in inputs.items()
+    }
 
 
 def _parts(

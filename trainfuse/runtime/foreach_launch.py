@@ -55,6 +55,11 @@ class ForeachLauncher:
         """Compilations that a call needs."""
         return [function.wanted for function in self._functions]
 
+    def load(self) -> None:
+        """Load the compiled functions; raises what compiling them raised."""
+        for function in self._functions:
+            function.load()
+
     def refresh(self, entries: Sequence[Entry]) -> Tensor:
         """The table of parameter and state addresses, uploaded if one moved; before a capture."""
         roles = self.kernel.static_roles

@@ -87,6 +87,11 @@ class BoundFunction:
         runner = chosen[1] or self._bind(chosen)
         runner(*addresses)
 
+    def load(self) -> None:
+        """Load the aligned variant now rather than at the first launch."""
+        if self._interpreted is None and self._aligned[1] is None:
+            self._bind(self._aligned)
+
     def _bind(self, chosen: list[Any]) -> Any:
         device = torch.cuda.current_device()
         kernel = self._cache.load(self._folder, chosen[0], self._arch, device)

@@ -1,0 +1,160 @@
+"""The gate and the fallback boundary: wrong or broken kernels become ATen, once, with a repro."""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from autodiff.reference import run_graph
+from tests.runtime.graphs import cloned, flat_kernel, group_of, plan_of, randn, trace
+from trainfuse.errors import FusionError
+from trainfuse.runtime.cache import KernelCache
+from trainfuse.runtime.fallback import Boundary
+from trainfuse.runtime.gate import Gate, mismatch
+from trainfuse.runtime.plan import Plan
+from trainfuse.runtime.program import RuntimeOptions
+
+GOOD = ["t0 = tl.exp(in0) + in1"]
+FAULTS = {
+    "wrong operation": ["t0 = tl.exp(in0) - in1"],
+    "wrong scale": ["t0 = tl.exp(in0) * 1.001 + in1"],
+    "one wrong element": ["t0 = tl.where(i == 999, 0.0, tl.exp(in0) + in1)"],
+    "half precision inside": ["t0 = tl.exp(in0.to(tl.float16).to(tl.float32)) + in1"],
+    "nan": ["t0 = tl.where(i == 7, float('nan'), tl.exp(in0) + in1)"],
+    "does not compile": ["t0 = no_such_name(in0)"],
+}
+
+
+def options(tmp_path: Path, **kwargs: object) -> RuntimeOptions:
+    return RuntimeOptions(
+        "triton", cache=KernelCache(None), gate=Gate(), repro_folder=tmp_path, **kwargs
+    )
+
+
+def case(statements: list[str], mutates: tuple[int, ...] = ()):
+    args = [randn(40, 50), randn(40, 50)]
+    tg = trace(lambda x, y: torch.exp(x) + y, args, mutates=mutates)
+    group = group_of(tg, "forward_0", tg.nodes())
+    return args, (tg, plan_of(tg, group), {"forward_0": flat_kernel(group, statements)}, {})
+
+
+def test_a_good_kernel_passes_and_is_gated_once(tmp_path: Path) -> None:
+    args, parts = case(GOOD)
+    chosen = options(tmp_path)
+    plan = Plan(*parts, chosen)
+    for _ in range(2):
+        torch.testing.assert_close(plan(cloned(args)), run_graph(parts[0], args))
+    assert chosen.gate is not None
+    assert len(chosen.gate.passed) == 1
+    assert not plan.failures
+    assert "forward_0(" in plan.source
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("mutates", [(), (1,)], ids=["output", "in place"])
+def test_a_faulty_kernel_is_quarantined_with_eagers_result(
+    fault: str, mutates: tuple[int, ...], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    args, parts = case(FAULTS[fault], mutates)
+    plan = Plan(*parts, options(tmp_path))
+    for _ in range(3):
+        given = cloned(args)
+        results = plan(given) or [given[1]]
+        torch.testing.assert_close(results, run_graph(parts[0], args), rtol=0, atol=0)
+    warnings = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
+    assert len(warnings) == 1
+    assert "forward_0 (exp, add) at model.py:1 runs as ATen" in warnings[0]
+    assert "forward_0(" not in plan.source
+    assert "aten.exp.default" in plan.source
+
+
+def test_a_wrong_kernel_raises_when_fallback_is_off_and_nothing_has_changed(
+    tmp_path: Path,
+) -> None:
+    args, parts = case(FAULTS["wrong operation"], mutates=(1,))
+    plan = Plan(*parts, options(tmp_path, boundary=Boundary(allowed=False)))
+    given = cloned(args)
+    with pytest.raises(
+        FusionError, match=r"forward_0 failed in gate(.|\n)*exp, add(.|\n)*model.py:1"
+    ):
+        plan(given)
+    torch.testing.assert_close(given, args, rtol=0, atol=0)
+
+
+def test_a_failure_is_remembered_across_plans(tmp_path: Path) -> None:
+    _, parts = case(FAULTS["wrong operation"])
+    chosen = options(tmp_path)
+    args, _ = case(GOOD)
+    Plan(*parts, chosen)(cloned(args))
+    assert "forward_0(" not in Plan(*parts, chosen).source
+
+
+def test_the_repro_shows_the_fault_without_trainfuse(tmp_path: Path) -> None:
+    args, parts = case(FAULTS["wrong scale"])
+    plan = Plan(*parts, options(tmp_path))
+    plan(cloned(args))
+    (failure,) = plan.failures.values()
+    script = Path(failure.repro)
+    assert script.with_suffix(".pt").exists()
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    done = subprocess.run(
+        [sys.executable, script], capture_output=True, text=True, env=environment, cwd=tmp_path
+    )
+    assert done.returncode == 0, done.stderr
+    ours = (torch.exp(args[0]) * 0.001).max().item()
+    shown = float(done.stdout.split("largest difference ")[1])
+    assert shown == pytest.approx(ours, rel=1e-2)
+    assert "trainfuse" not in done.stdout
+    assert "import trainfuse" not in script.read_text()
+
+
+def test_verify_next_gates_again(tmp_path: Path) -> None:
+    args, parts = case(GOOD)
+    chosen = options(tmp_path)
+    plan = Plan(*parts, chosen)
+    plan(cloned(args))
+    assert chosen.gate is not None
+    plan.verify_next()
+    assert not chosen.gate.passed
+    plan(cloned(args))
+    assert len(chosen.gate.passed) == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_rounding_is_no_mismatch(dtype: torch.dtype) -> None:
+    exact = torch.randn(1000, dtype=torch.float64)
+    native = exact.to(dtype)
+    ours = (exact * (1 + torch.finfo(dtype).eps / 2)).to(dtype)
+    assert mismatch(ours, native, exact, 2.0) is None
+
+
+def test_small_values_beside_an_outlier_are_seen() -> None:
+    exact = torch.randn(1000, dtype=torch.float64)
+    exact[0] = 1e7
+    native = exact.float()
+    ours = native.clone()
+    ours[1:] *= 1.5
+    assert mismatch(ours, native, exact, 2.0) is not None
+
+
+def test_overflow_that_eager_shares_is_no_mismatch() -> None:
+    exact = torch.tensor([1e6, 1.0], dtype=torch.float64)
+    native = exact.half()
+    assert native[0].isinf()
+    assert mismatch(native.clone(), native, exact, 2.0) is None
+    assert mismatch(torch.tensor([1.0, 1.0]).half(), native, exact, 2.0) is None
+    assert mismatch(torch.tensor([1.0, float("inf")]).half(), native, exact, 2.0) is not None
+
+
+def test_masks_may_differ_only_where_fp64_decides_otherwise() -> None:
+    exact = torch.rand(1000) > 0.5
+    wrong = exact.clone()
+    wrong[:50] = ~wrong[:50]
+    assert mismatch(exact.clone(), exact, exact, 2.0) is None
+    assert mismatch(wrong, exact, exact, 2.0) is not None
