@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
-from trainfuse.integrations.lightning import FusionCallback, FusionReport
+from trainfuse.integrations.lightning import FusionCallback
+from trainfuse.integrations.lightning_report import FusionReport
 
 __all__ = ["FusionCallback", "FusionReport"]

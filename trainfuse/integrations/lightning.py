@@ -21,14 +21,21 @@ _STATE_VERSION = 1
 Scalar = str | int | float | bool | None
 
 
+class StandsDown(CaptureError):
+    """Strict mode, or a CUDA graph that was required, and a fit that can't have it."""
+
+    message = "the training step can't be fused as asked: {reason}"
+    fix = "FusionCallback(mode='default', strict=False) trains another way and says so"
+
+
 class FusionCallback(*callback_bases()):  # type: ignore[misc]  # the bases depend on what is loaded
     """Compile the training step of a `Trainer`, whole where no hook stands in between.
 
     mode, verify, dynamic, backend, cuda_graph, memory_budget, options: as in `trainfuse.compile`.
     compare_steps: plain steps timed at the start of a fit, against which the summary gives the
     speed; 0 compiles at the first batch. metrics: log `trainfuse/...` every `log_every_n_steps`.
-    strict: raise CaptureError where a plain or split step would be used instead. unsafe: allow
-    options={"guards": False}.
+    strict: raise CaptureError where a plain or split step would be used instead; so does
+    mode="reduce-overhead". unsafe: allow options={"guards": False}.
     All arguments are JSON values, so that a YAML config can hold them. What the Trainer asks for
     beyond automatic optimization on one device in 32-true or bf16-mixed runs as plain Lightning,
     and one line says why. Raises OptionError for unknown options.
@@ -36,7 +43,7 @@ class FusionCallback(*callback_bases()):  # type: ignore[misc]  # the bases depe
 
     def __init__(
         self,
-        mode: Literal["default", "reduce-overhead", "max-autotune"] = "default",
+        mode: Literal["default", "reduce-overhead"] = "default",
         verify: Literal["off", "kernels", "step"] | int = "kernels",
         dynamic: bool | None = None,
         backend: Literal["triton", "inductor", "eager"] | None = None,
@@ -77,6 +84,7 @@ class FusionCallback(*callback_bases()):  # type: ignore[misc]  # the bases depe
             if self.arguments[name] != default:
                 self._compile_options[name] = self.arguments[name]
         call_options.resolve(**self._compile_options)
+        self._strict = strict or mode == "reduce-overhead" or cuda_graph == "require"
         self._loop: FusedLoop | None = None
         self._verdict: Verdict | None = None
         self._report: FusionReport | None = None
@@ -111,10 +119,10 @@ class FusionCallback(*callback_bases()):  # type: ignore[misc]  # the bases depe
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Refuse early what strict mode forbids, before anything is loaded."""
-        if stage == "fit" and self.arguments["strict"]:
+        if stage == "fit" and self._strict:
             reason = unsupported(trainer, pl_module)
             if reason is not None:
-                raise CaptureError(reason=reason)
+                raise StandsDown(reason=reason)
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         """Decide how steps run, say so if not whole, and take the loop's seam."""
@@ -171,8 +179,8 @@ class FusionCallback(*callback_bases()):  # type: ignore[misc]  # the bases depe
     def _stand_down(self, trainer: Any) -> None:
         assert self._verdict is not None
         assert self._verdict.reason is not None
-        if self.arguments["strict"]:
-            raise CaptureError(reason=self._verdict.reason)
+        if self._strict:
+            raise StandsDown(reason=self._verdict.reason)
         how = "as plain Lightning" if self._verdict.kind == "plain" else "as regions"
         if trainer.is_global_zero:
             get_logger("lightning").warning("training runs %s: %s", how, self._verdict.reason)

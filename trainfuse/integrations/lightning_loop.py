@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from trainfuse import api
-from trainfuse.errors import CaptureError
+from trainfuse.errors import CaptureError, CudaGraphUnavailable
 from trainfuse.integrations import lightning_verdict
 from trainfuse.integrations.lightning_step import (
     GATE_REASONS,
@@ -134,7 +134,8 @@ class FusedLoop:
         self.whole = whole
         self.step: Any = None
         self.regions: Any = None
-        device = lightning_verdict.cuda(trainer)
+        self._device = device = lightning_verdict.cuda(trainer)
+        self._plain_bytes: int | None = None
         self.plain_meter = Meter(device, _UNTIMED_PLAIN, compare_steps)
         self.fused_meter = Meter(device, _UNTIMED_FUSED, max(compare_steps, 1))
         if compare_steps == 0:
@@ -159,7 +160,9 @@ class FusedLoop:
         self._whole_logs = LogCapture(
             self._lightning_modules, Tape(whole=True), TrainerGate(trainer)
         )
-        self._region_logs = LogCapture(self._lightning_modules, Tape(whole=False), TrainerGate(trainer))
+        self._region_logs = LogCapture(
+            self._lightning_modules, Tape(whole=False), TrainerGate(trainer)
+        )
 
     def install(self) -> None:
         """Take over the loop's `run` and `training_step` calls."""
@@ -169,20 +172,34 @@ class FusedLoop:
         """Give the loop back and free the plans. Harmless when called again."""
         for name in ("run", "_training_step"):
             vars(self._loop).pop(name, None)
-        for compiled in (self.step, self.regions):
-            if compiled is not None:
-                compiled.close()
+        for compiled in self.compiled:
+            compiled.close()
+
+    @property
+    def compiled(self) -> tuple[Any, ...]:
+        """The compiled steps in use: the whole one, the regions, or both."""
+        return tuple(c for c in (self.step, self.regions) if c is not None)
 
     @property
     def num_plans(self) -> int:
         """Plans made so far for training."""
-        return sum(len(c.plans) for c in (self.step, self.regions) if c is not None)
+        return sum(len(compiled.plans) for compiled in self.compiled)
+
+    @property
+    def extra_bytes(self) -> int | None:
+        """Device memory reserved since the last plain step; None on a CPU, or with none run."""
+        if self._device is None or self._plain_bytes is None:
+            return None
+        return torch.cuda.memory_reserved(self._device) - self._plain_bytes
 
     def run(self, optimizer: Any, batch_idx: int, kwargs: Any) -> dict[str, Any]:
         """One batch: what Lightning's `run` does and returns."""
         if not self.plain_meter.full:
             with self.plain_meter.measure():
-                return self._run(optimizer, batch_idx, kwargs)
+                outputs = self._run(optimizer, batch_idx, kwargs)
+            if self.plain_meter.full and self._device is not None:
+                self._plain_bytes = torch.cuda.memory_reserved(self._device)
+            return outputs
         with self.fused_meter.measure():
             outputs = self._whole_step(optimizer, kwargs) if self._applies() else None
             if outputs is None:
@@ -212,6 +229,8 @@ class FusedLoop:
         try:
             with self.trainer.profiler.profile("[trainfuse]whole_step"), self._whole_logs.active():
                 result, logged = compiled(*kwargs.values())
+        except CudaGraphUnavailable:
+            raise  # it was required
         except CaptureError as error:
             self.whole = False
             self._on_reason(_reason(error))

@@ -220,9 +220,7 @@ def _clipper(
         return lambda: None
     how, limit = clip
     parameters = [param for group in optimizer.param_groups for param in group["params"]]
-    function = (
-        torch.nn.utils.clip_grad_value_ if how == "value" else torch.nn.utils.clip_grad_norm_
-    )
+    function = torch.nn.utils.clip_grad_value_ if how == "value" else torch.nn.utils.clip_grad_norm_
 
     def clip_gradients() -> None:
         function(parameters, limit)
