@@ -26,7 +26,7 @@ def test_switches_page_has_every_field_with_its_cost() -> None:
     rows = dict(re.findall(r"^\| `(\w+)` \|.*\| (.*) \|$", page, re.MULTILINE))
     assert rows == {name: switch.cost for name, switch in SWITCHES.items()}
     names = [name for name, switch in SWITCHES.items() if switch.is_token]
-    for name in (*names, *DUMPS, *log.AREAS, *log.SEED_NAMES):
+    for name in (*names, *DUMPS, *log.AREAS, *log.TORCHSCRIPT_NAMES):
         assert f"`{name}`" in page, name
 
 

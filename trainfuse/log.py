@@ -25,7 +25,7 @@ AREAS = (
 )
 """What can be logged, in pipeline order; each is the logger `trainfuse.AREA`."""
 
-SEED_NAMES: Mapping[str, str] = {
+TORCHSCRIPT_NAMES: Mapping[str, str] = {
     "profiling_graph_executor_impl": "program",
     "graph_fuser": "grouping",
     "partition": "slicing",
@@ -76,7 +76,7 @@ def parse(text: str) -> dict[str, int]:
     """Levels by area from the TRAINFUSE_LOG grammar.
 
     Parts are joined by ":"; a bare name shows graphs, ">" also decisions, ">>" and ">>>" also
-    internals. Names are areas, or PYTORCH_JIT_LOG_LEVEL file names. Raises UnknownToken, BadTokenList.
+    internals. Names are areas or TorchScript's file names. Raises UnknownToken, BadTokenList.
     """
     levels: dict[str, int] = {}
     for part in filter(None, (piece.strip() for piece in text.split(":"))):
@@ -86,7 +86,7 @@ def parse(text: str) -> dict[str, int]:
             raise BadTokenList(
                 source=_SOURCE, text=text, reason="at most three '>'", example="program:>grouping"
             )
-        area = SEED_NAMES.get(name, name)
+        area = TORCHSCRIPT_NAMES.get(name, name)
         if area not in AREAS:
             raise UnknownToken(
                 source=_SOURCE, name=name, near=near(name, AREAS), valid=", ".join(AREAS)
