@@ -17,7 +17,7 @@ every program of `update` reads the old ones, so writing them there would be a r
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -25,6 +25,7 @@ from torch import Tensor, fx
 
 from autodiff.graph import Refusal
 from autodiff.ops import lookup
+from trainfuse.codegen.lower import library_text
 from trainfuse.codegen.scalars import TRITON_TYPE, compute_dtype
 from trainfuse.codegen.schedules.foreach_tables import ALIGNMENT_BYTES, CHUNK_SIZES
 from trainfuse.codegen.triton_ops import Unsupported, expression
@@ -104,7 +105,7 @@ def lower_foreach(
     flat = [role for role in per_tensor if _value(sorted_template.inputs[role]).dim() > 0]
     traffic = sum(storage[role].itemsize for role in flat)
     traffic += sum(storage[role].itemsize for role in written if role in flat)
-    key = hashlib.sha256(f"{source}\n# warps {NUM_WARPS}".encode()).hexdigest()
+    key = hashlib.sha256(repr((source, NUM_WARPS, library_text())).encode()).hexdigest()
     return ForeachKernel(
         key=key,
         name=f"foreach_update_{key[:8]}",
@@ -148,7 +149,8 @@ class _Bodies:
 
     def __init__(self, names: Mapping[fx.Node, str]) -> None:
         self.names = dict(names)
-        self.scalars: list[str] = []
+        self.scalars: dict[str, str] = {}  # name -> statement
+        self.reads: dict[str, list[str]] = {}  # 0-d name -> what its statement reads
         self.elements: list[str] = []
         self.crossing: dict[str, None] = {}  # 0-d names that the 1-D part reads, in order
 
@@ -158,15 +160,28 @@ class _Bodies:
             text = self._text(node)
         except Unsupported as unsupported:
             return Refusal("codegen", unsupported.reason, f"{node.name}: {node.target}", None)
-        scalar = _value(node).dim() == 0
-        if not scalar:
-            crossing = (arg for arg in node.all_input_nodes if _value(arg).dim() == 0)
-            self.crossing.update((self.names[arg], None) for arg in crossing)
-        body = self.scalars if scalar else self.elements
-        name = f"s{len(body)}" if scalar else f"t{len(body)}"
-        body.append(f"{name} = {text}  # {node.target}")
+        sources = [self.names[arg] for arg in node.all_input_nodes if _value(arg).dim() == 0]
+        if _value(node).dim() == 0:
+            name = f"s{len(self.scalars)}"
+            self.scalars[name] = f"{name} = {text}  # {node.target}"
+            self.reads[name] = sources
+        else:
+            name = f"t{len(self.elements)}"
+            self.elements.append(f"{name} = {text}  # {node.target}")
+            self.crossing.update(dict.fromkeys(sources))
         self.names[node] = name
         return None
+
+    def scalar_statements(self, wanted: Iterable[str]) -> tuple[list[str], set[str]]:
+        """The 0-d statements that give `wanted`, and every 0-d name that is then in use."""
+        used: set[str] = set()
+        pending = list(wanted)
+        while pending:
+            name = pending.pop()
+            if name not in used:
+                used.add(name)
+                pending.extend(self.reads.get(name, ()))
+        return [text for name, text in self.scalars.items() if name in used], used
 
     def _text(self, node: fx.Node) -> str:
         if lookup(node.target).kind != "creation":
@@ -254,7 +269,7 @@ class _Layout:
         ]
         return [*lines, "    if FULL:", *_indent(body[0], 2), "    else:", *_indent(body[1], 2)]
 
-    def _pointers(self, roles: Sequence[str]) -> list[str]:
+    def _pointers(self, roles: Collection[str]) -> list[str]:
         """Statements that turn table entries of tensor `index` into pointers."""
         lines = []
         for table, columns in (("static", self.static), ("volatile", self.volatile)):
@@ -269,9 +284,11 @@ class _Layout:
                 lines.append(f"{role}_ptr = {pointer}")
         return lines
 
-    def _scalar_loads(self) -> list[str]:
+    def _scalar_loads(self, used: set[str]) -> list[str]:
         lines = []
         for role in (*self.own_scalars, *self.shared):
+            if role not in used:
+                continue
             wanted = self.held_in(role)
             cast = "" if wanted is self.storage[role] else f".to({TRITON_TYPE[wanted]})"
             pointer = f"{role}_ptr"
@@ -282,14 +299,15 @@ class _Layout:
         shared = [f"{role}_ptr" for role in self.shared]
         width = len(self.static) + 1
         call = ", ".join([*(f"{role}_ptr" for role in self.flat), "{start}", "numel", *passed])
+        statements, used = bodies.scalar_statements(passed)
         lines = [
             "program = tl.program_id(0)",
             "index = tl.load(chunks + 2 * program).to(tl.int64)",
             f"first = tl.load(chunks + 2 * program + 1).to(tl.int64) * {self.chunk}",
             f"numel = tl.load(static + index * {width} + {width - 1})",
-            *self._pointers((*self.static, *self.volatile)),
-            *self._scalar_loads(),
-            *bodies.scalars,
+            *self._pointers({*self.flat, *used}),
+            *self._scalar_loads(used),
+            *statements,
             f"stop = tl.minimum(first + {self.chunk}, numel)",
             f"blocks = (stop - first) // {BLOCK}",
             "for block in range(0, blocks):",
@@ -311,11 +329,15 @@ class _Layout:
             if role in self.own_scalars
         }
         stores = [f"tl.store({role}_ptr + tl.arange(0, 1), {text})" for role, text in new.items()]
+        statements, used = bodies.scalar_statements(
+            bodies.names[self.template.outputs[role]] for role in new
+        )
+        used.update(new)
         lines = [
             "index = tl.program_id(0).to(tl.int64)",
-            *self._pointers(self.own_scalars),
-            *self._scalar_loads(),
-            *bodies.scalars,
+            *self._pointers(used),
+            *self._scalar_loads(used),
+            *statements,
             *stores,
         ]
         arguments = ", ".join(["static", *shared])

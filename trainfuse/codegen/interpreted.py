@@ -1,0 +1,99 @@
+"""numpy stand-ins for what Triton's interpreter can't run: libdevice, custom reductions.
+
+`triton_lib` puts this module in libdevice's place when TRITON_INTERPRET is set. Names are
+libdevice's.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import triton.language as tl
+from triton.runtime.interpreter import TensorHandle
+
+Function = Callable[..., Any]
+
+
+def _wrap(data: Any, like: Any) -> Any:
+    """An interpreter tensor of `data`, with the element type of `like`."""
+    scalar = like.type.scalar
+    array = np.asarray(data, dtype=like.handle.data.dtype)
+    shaped = tl.block_type(scalar, list(array.shape)) if array.ndim else scalar
+    return tl.core.tensor(TensorHandle(array, scalar), shaped)
+
+
+def _elementwise(function: Function) -> Function:
+    def call(*args: Any) -> Any:
+        like = next(arg for arg in args if isinstance(arg, tl.core.tensor))
+        with np.errstate(all="ignore"):
+            data = (arg.handle.data if isinstance(arg, tl.core.tensor) else arg for arg in args)
+            return _wrap(function(*data), like)
+
+    return call
+
+
+def _erf(x: Any) -> Any:
+    return np.vectorize(math.erf, otypes=[float])(x)
+
+
+def _erfc(x: Any) -> Any:
+    return np.vectorize(math.erfc, otypes=[float])(x)
+
+
+exp = _elementwise(np.exp)
+exp2 = _elementwise(np.exp2)
+expm1 = _elementwise(np.expm1)
+log = _elementwise(np.log)
+log2 = _elementwise(np.log2)
+log10 = _elementwise(np.log10)
+log1p = _elementwise(np.log1p)
+sin = _elementwise(np.sin)
+cos = _elementwise(np.cos)
+tan = _elementwise(np.tan)
+sinh = _elementwise(np.sinh)
+cosh = _elementwise(np.cosh)
+tanh = _elementwise(np.tanh)
+asin = _elementwise(np.arcsin)
+acos = _elementwise(np.arccos)
+atan = _elementwise(np.arctan)
+asinh = _elementwise(np.arcsinh)
+acosh = _elementwise(np.arccosh)
+atanh = _elementwise(np.arctanh)
+atan2 = _elementwise(np.arctan2)
+hypot = _elementwise(np.hypot)
+erf = _elementwise(_erf)
+erfc = _elementwise(_erfc)
+sqrt = _elementwise(np.sqrt)
+rsqrt = _elementwise(lambda x: 1 / np.sqrt(x))
+pow = _elementwise(np.power)  # noqa: A001 -- libdevice's name
+fmod = _elementwise(np.fmod)
+trunc = _elementwise(np.trunc)
+rint = _elementwise(np.rint)
+copysign = _elementwise(np.copysign)
+
+
+def signbit(x: Any) -> Any:
+    """1 where the sign bit is set."""
+    return _elementwise(np.signbit)(x)
+
+
+def reduce_max(x: Any, axis: int, keep_dims: bool) -> Any:
+    """Maximum along an axis; a NaN wins, as in ATen."""
+    return _wrap(np.max(x.handle.data, axis=axis, keepdims=keep_dims), x)
+
+
+def reduce_min(x: Any, axis: int, keep_dims: bool) -> Any:
+    """Minimum along an axis; a NaN wins, as in ATen."""
+    return _wrap(np.min(x.handle.data, axis=axis, keepdims=keep_dims), x)
+
+
+def reduce_sum(x: Any, axis: int, keep_dims: bool) -> Any:
+    """Sum along an axis by halves, as a GPU's tree does; np.sum adds rows one after another."""
+    data = np.moveaxis(x.handle.data, axis, 0)
+    while data.shape[0] > 1:
+        half = data.shape[0] // 2
+        data = data[:half] + data[half:]
+    return _wrap(np.expand_dims(data[0], axis) if keep_dims else data[0], x)

@@ -1,0 +1,89 @@
+"""A fusion group to a kernel: schedule, print, hash."""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+from collections.abc import Callable, Sequence
+from functools import cache
+
+from torch import fx
+
+from autodiff.graph import Refusal
+from trainfuse.codegen import triton_lib
+from trainfuse.codegen.builder import Group
+from trainfuse.codegen.ir import GroupKernel, Launch, Module
+from trainfuse.codegen.schedules import column, full, pointwise, row, row_column
+from trainfuse.codegen.targets import CodegenOptions, Target
+from trainfuse.codegen.triton_ops import Unsupported
+from trainfuse.codegen.triton_printer import print_module
+from trainfuse.fusion.domains import DomainKind, infer
+from trainfuse.fusion.plan import FusionGroup
+
+Schedule = Callable[[Group, Target, CodegenOptions], Module]
+SCHEDULES: dict[DomainKind, Schedule] = {
+    "pointwise": pointwise.build,
+    "row": row.build,
+    "column": column.build,
+    "row_column": row_column.build,
+    "full": full.build,
+}
+
+
+def lower(
+    group: Group, target: Target, options: CodegenOptions | None = None
+) -> GroupKernel | Refusal:
+    """The kernel of a group for a target, or why it has none.
+
+    Pure: equal groups give equal text, hence equal keys.
+    """
+    try:
+        module = SCHEDULES[group.domain.kind](group, target, options or CodegenOptions())
+    except Unsupported as refusal:
+        node = refusal.node
+        return Refusal("codegen", refusal.reason, f"{node.name}: {node.target}")
+    return assemble(group.name, module)
+
+
+def assemble(name: str, module: Module) -> GroupKernel:
+    """Text, launches and key of a module of kernels."""
+    source = print_module(module)
+    launches = tuple(
+        Launch(kernel.name, kernel.grid, kernel.args, kernel.num_warps, kernel.num_stages)
+        for kernel in module.kernels
+    )
+    workspaces = tuple((space.shape, space.dtype) for space in module.workspaces)
+    facts = repr((source, launches, workspaces, library_text()))
+    key = hashlib.sha256(facts.encode()).hexdigest()
+    return GroupKernel(key, name, source, launches, workspaces)
+
+
+@cache
+def library_text() -> str:
+    """Source of the helpers that kernels call: a change there is a change of every kernel."""
+    return inspect.getsource(triton_lib)
+
+
+def lower_nodes(
+    nodes: Sequence[fx.Node],
+    outputs: Sequence[fx.Node],
+    target: Target,
+    options: CodegenOptions | None = None,
+    name: str = "group",
+) -> GroupKernel | Refusal:
+    """Lower nodes that are not part of a plan: builds the group, then the kernel."""
+    domain = infer(nodes)
+    if isinstance(domain, Refusal):
+        return domain
+    return lower(make_group(nodes, outputs, name), target, options)
+
+
+def make_group(nodes: Sequence[fx.Node], outputs: Sequence[fx.Node], name: str) -> FusionGroup:
+    """The fusion group of some nodes; asserts that they share a domain."""
+    domain = infer(nodes)
+    assert not isinstance(domain, Refusal), domain
+    members = set(nodes)
+    inputs = dict.fromkeys(
+        operand for node in nodes for operand in node.all_input_nodes if operand not in members
+    )
+    return FusionGroup(name, "forward", tuple(nodes), tuple(inputs), tuple(outputs), domain)

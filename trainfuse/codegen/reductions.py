@@ -1,0 +1,334 @@
+"""Reductions: over a held tile at once, or accumulated over a loop and finished after it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import fx
+
+from autodiff.ops import op_name
+from trainfuse.codegen.builder import Builder, Value
+from trainfuse.codegen.ir import Define, Map, Reduce
+from trainfuse.codegen.scalars import (
+    TRITON_TYPE,
+    cast,
+    compute_dtype,
+    highest,
+    literal,
+    lowest,
+)
+from trainfuse.codegen.triton_ops import Unsupported
+from trainfuse.fusion.domains import Domain, argument
+
+Op = Literal["sum", "mean", "max", "min", "var", "var_mean", "pick"]
+# One row a reduction.
+OPS: dict[str, Op] = {
+    "aten.sum": "sum",
+    "aten.mean": "mean",
+    "aten.amax": "max",
+    "aten.amin": "min",
+    "aten.var": "var",
+    "aten.var_mean": "var_mean",
+    "aten.gather": "pick",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Reduction:
+    """A reduction node: what it does, of which value, over how many elements.
+
+    dtype: compute type of the accumulation. partials: how many numbers a partial result has.
+    """
+
+    node: fx.Node
+    op: Op
+    source: fx.Node
+    count: int
+    dtype: torch.dtype
+
+    @property
+    def moments(self) -> bool:
+        return self.op in ("var", "var_mean")
+
+    @property
+    def states(self) -> tuple[str, ...]:
+        """Suffixes of the accumulators."""
+        return ("count", "mean", "m2") if self.moments else ("acc",)
+
+    @property
+    def identity(self) -> str:
+        if self.op == "max":
+            return literal(lowest(self.dtype), self.dtype)
+        if self.op == "min":
+            return literal(highest(self.dtype), self.dtype)
+        return "0" if not self.dtype.is_floating_point else "0.0"
+
+    @property
+    def correction(self) -> float:
+        given = argument(self.node, "correction")
+        return 1 if given is None else given
+
+
+def parse(node: fx.Node, domain: Domain) -> Reduction:
+    """The reduction that a node is; Unsupported when it has no code."""
+    name = ".".join(op_name(node.target).split(".")[:2])
+    op = OPS.get(name)
+    value = node.meta["val"]
+    dtype = (value[0] if isinstance(value, tuple | list) else value).dtype
+    if op is None or dtype not in TRITON_TYPE:
+        raise Unsupported(node, "this reduction has no code")
+    source = node.args[0]
+    assert isinstance(source, fx.Node)
+    if op in ("mean", "var", "var_mean") and not dtype.is_floating_point:
+        raise Unsupported(node, "a mean of integers")
+    if dtype == torch.bool and op != "pick":
+        raise Unsupported(node, "a reduction of booleans to a boolean")
+    return Reduction(node, op, source, domain.extent(domain.reduced[node]), compute_dtype(dtype))
+
+
+def operand(builder: Builder, red: Reduction, axis: str) -> tuple[Value, list[str]]:
+    """The reduced value and its text in each segment, cast, and selected for a gather."""
+    value = builder.value(red.source)
+    count = builder.segments(value.deps | {axis})
+    texts = [cast(builder.text(value, index), value.dtype, red.dtype) for index in range(count)]
+    if red.op == "pick":
+        picked = builder.value(red.node.args[2])  # type: ignore[arg-type]  # gather's index
+        column = [builder.segment(axis, index).index for index in range(count)]
+        texts = [
+            f"tl.where({at} == {builder.text(picked, i)}, {text}, {red.identity})"
+            for i, (at, text) in enumerate(zip(column, texts, strict=True))
+        ]
+        deps = value.deps | picked.deps | {axis}
+        value = Value(value.names, deps, max(value.depth, picked.depth), red.dtype)
+    return value, texts
+
+
+def shape_text(builder: Builder, index: int, deps: frozenset[str]) -> str:
+    """Shape, in a segment, of the tile of a value that varies over `deps`."""
+    blocks = sorted(
+        (axis for axis in builder.tile.values() if axis.position is not None),
+        key=lambda axis: axis.position or 0,
+    )
+    widths = [
+        str(builder.segment(axis.name, index).width if axis.name in deps else 1) for axis in blocks
+    ]
+    if len(widths) == 1 and not deps & {blocks[0].name}:
+        return "[]"
+    return f"({', '.join(widths)}{',' if len(widths) == 1 else ''})"
+
+
+def lanes(builder: Builder, red: Reduction, text: str, position: int) -> str:
+    """A tile reduced along one dimension; in two-dimensional tiles the dimension stays, as 1."""
+    kind = red.op if red.op in ("max", "min") else "sum"
+    return f"lib.reduce_{kind}({text}, {position}, {builder.rank > 1})"
+
+
+def guarded(builder: Builder, axes: Sequence[str], index: int, text: str, identity: str) -> str:
+    """`text` with the identity in the lanes that lie outside the reduced axes."""
+    masks = [builder.segment(axis, index).mask for axis in axes]
+    mask = " & ".join(mask for mask in masks if mask)
+    return f"tl.where({mask}, {text}, {identity})" if mask else text
+
+
+def spread(builder: Builder, value: Value, axis: str, index: int, text: str) -> str:
+    """A value that lacks the reduced axis, repeated along it."""
+    if axis in value.deps:
+        return text
+    return f"tl.broadcast_to({text}, {shape_text(builder, index, value.deps | {axis})})"
+
+
+def reduce_held(builder: Builder, red: Reduction, axis: str) -> None:
+    """Reduce a value whose whole extent along `axis` is held in registers."""
+    value, texts = operand(builder, red, axis)
+    position = builder.tile[axis].position
+    assert position is not None
+    deps = value.deps - {axis}
+    note = op_name(red.node.target)
+    base = builder.name_of(red.node)
+    texts = [spread(builder, value, axis, i, text) for i, text in enumerate(texts)]
+    if red.moments:
+        held_moments(builder, red, axis, texts, deps)
+        return
+    parts = [
+        lanes(builder, red, guarded(builder, (axis,), i, text, red.identity), position)
+        for i, text in enumerate(texts)
+    ]
+    total = join_parts(red, parts)
+    if red.op == "mean":
+        total = f"({total}) / {red.count}" if len(parts) > 1 else f"{total} / {red.count}"
+    builder.body.append(Reduce(base, total, note))
+    builder.put(red.node, Value((base,), deps, len(builder.scopes) - 1, red.dtype))
+
+
+def join_parts(red: Reduction, parts: Sequence[str]) -> str:
+    """The partial results of a row's segments, combined in order."""
+    if red.op in ("max", "min"):
+        text = parts[0]
+        for part in parts[1:]:
+            text = f"lib.{red.op}imum({text}, {part})"
+        return text
+    return " + ".join(parts)
+
+
+def held_moments(
+    builder: Builder, red: Reduction, axis: str, texts: Sequence[str], deps: frozenset[str]
+) -> None:
+    """Variance in two passes over registers: never E[x^2] - E[x]^2."""
+    position = builder.tile[axis].position
+    note = op_name(red.node.target)
+    base = builder.name_of(red.node)
+    assert position is not None
+    sums = [
+        lanes(builder, red, guarded(builder, (axis,), i, text, "0.0"), position)
+        for i, text in enumerate(texts)
+    ]
+    joined = " + ".join(sums)
+    mean = f"{base}_mean"
+    builder.body.append(
+        Reduce(
+            mean, f"({joined}) / {red.count}" if len(sums) > 1 else f"{joined} / {red.count}", note
+        )
+    )
+    squares: list[str] = []
+    for index, text in enumerate(texts):
+        name = f"{base}_d" if len(texts) == 1 else f"{base}_d{index}"
+        builder.body.append(
+            Define(name, guarded(builder, (axis,), index, f"{text} - {mean}", "0.0"))
+        )
+        squares.append(lanes(builder, red, f"{name} * {name}", position))
+    m2 = f"{base}_m2"
+    builder.body.append(Reduce(m2, " + ".join(squares), "sum of squared deviations"))
+    put_moments(builder, red, mean, m2, deps)
+
+
+def put_moments(builder: Builder, red: Reduction, mean: str, m2: str, deps: frozenset[str]) -> None:
+    """The node's values from a mean and a sum of squared deviations."""
+    base = builder.name_of(red.node)
+    freedom = max(red.count - red.correction, 0)
+    divided = f"{m2} / {float(freedom)!r}" if freedom else f'{m2} * float("nan")'
+    builder.body.append(Map(f"{base}_var", divided, op_name(red.node.target)))
+    depth = len(builder.scopes) - 1
+    var = Value((f"{base}_var",), deps, depth, red.dtype)
+    builder.scopes[depth].values[red.node] = (
+        var if red.op == "var" else (var, Value((mean,), deps, depth, red.dtype))
+    )
+
+
+# Accumulation over a loop: one accumulator a lane, lanes combined once, after the loop.
+
+
+@dataclass(frozen=True, slots=True)
+class Accumulator:
+    """A reduction spread over a loop.
+
+    axes: tile axes that it sums over. deps: tile axes of the accumulated tile.
+    """
+
+    red: Reduction
+    axes: tuple[str, ...]
+    deps: frozenset[str]
+
+    def names(self, builder: Builder, index: int) -> list[str]:
+        """Accumulators of a segment."""
+        base = builder.name_of(self.red.node)
+        suffix = "" if builder.segments(self.deps) == 1 else f"_{index}"
+        return [f"{base}_{state}{suffix}" for state in self.red.states]
+
+
+def start(builder: Builder, acc: Accumulator) -> None:
+    """Accumulators, empty."""
+    kind = TRITON_TYPE[acc.red.dtype]
+    for index in range(builder.segments(acc.deps)):
+        shape = shape_text(builder, index, acc.deps)
+        for name, state in zip(acc.names(builder, index), acc.red.states, strict=True):
+            identity = acc.red.identity if state == "acc" else "0.0"
+            identity = identity[1:-1] if identity.startswith("(") else identity
+            builder.note(name, f"tl.full({shape}, {identity}, {kind})")
+
+
+def accumulate(builder: Builder, acc: Accumulator) -> None:
+    """One block into the accumulators."""
+    red = acc.red
+    value, texts = operand(builder, red, acc.axes[-1])
+    for index in range(builder.segments(acc.deps)):
+        text = texts[index if len(texts) > 1 else 0]
+        names = acc.names(builder, index)
+        masks = [builder.segment(axis, index).mask for axis in acc.axes]
+        mask = " & ".join(mask for mask in masks if mask)
+        if red.moments:
+            accumulate_moments(builder, red, text, mask, names)
+            continue
+        text = f"tl.where({mask}, {text}, {red.identity})" if mask else text
+        match red.op:
+            case "max" | "min":
+                builder.note(names[0], f"lib.{red.op}imum({names[0]}, {text})")
+            case _:
+                builder.note(names[0], f"{names[0]} + {text}")
+    assert value.deps - acc.deps <= frozenset(acc.axes)
+
+
+def accumulate_moments(
+    builder: Builder, red: Reduction, text: str, mask: str, names: Sequence[str]
+) -> None:
+    """Welford's update, a lane at a time."""
+    count, mean, m2 = names
+    kind = TRITON_TYPE[red.dtype]
+    delta, step = f"{mean}_delta", f"{mean}_step"
+    builder.note(count, f"{count} + ({mask}).to({kind})" if mask else f"{count} + 1.0")
+    builder.note(delta, f"{text} - {mean}", "Welford")
+    if mask:
+        builder.note(step, f"tl.where({mask}, {delta} / {count}, 0.0)")
+        builder.note(m2, f"{m2} + tl.where({mask}, {delta} * ({delta} - {step}), 0.0)")
+    else:
+        builder.note(step, f"{delta} / {count}")
+        builder.note(m2, f"{m2} + {delta} * ({delta} - {step})")
+    builder.note(mean, f"{mean} + {step}")
+
+
+def finish(builder: Builder, acc: Accumulator) -> list[list[str]]:
+    """Combine the lanes along the reduced axes: the states, one list for each segment left."""
+    red = acc.red
+    segments = builder.segments(acc.deps)
+    states = [acc.names(builder, index) for index in range(segments)]
+    for axis in acc.axes:
+        position = builder.tile[axis].position
+        if position is not None and axis in acc.deps:
+            states = [merge(builder, red, names, position) for names in states]
+    if builder.segmented in acc.axes and len(states) > 1:
+        if red.moments:
+            raise Unsupported(red.node, "moments over several segments of a row and all rows")
+        name = f"{builder.name_of(red.node)}_total"
+        builder.body.append(Reduce(name, join_parts(red, [names[0] for names in states])))
+        return [[name]]
+    return states
+
+
+def merge(builder: Builder, red: Reduction, names: Sequence[str], position: int) -> list[str]:
+    """States reduced along one dimension of the tile."""
+    done = [f"{name}_all" for name in names]
+    if red.moments:
+        text = f"lib.merge_moments({', '.join(names)}, {position}, {builder.rank > 1})"
+        builder.body.append(Reduce(", ".join(done), text, "merge the lanes"))
+    else:
+        builder.body.append(Reduce(done[0], lanes(builder, red, names[0], position)))
+    return done
+
+
+def settle(
+    builder: Builder, red: Reduction, states: Sequence[Sequence[str]], deps: frozenset[str]
+) -> None:
+    """Give the node its value from fully combined states."""
+    if red.moments:
+        if len(states) > 1:
+            raise Unsupported(red.node, "moments of several segments")
+        put_moments(builder, red, states[0][1], states[0][2], deps)
+        return
+    base = builder.name_of(red.node)
+    names = [base] if len(states) == 1 else [f"{base}_{index}" for index in range(len(states))]
+    for name, (state,) in zip(names, states, strict=True):
+        text = f"{state} / {red.count}" if red.op == "mean" else state
+        builder.body.append(Reduce(name, text, op_name(red.node.target)))
+    builder.put(red.node, Value(tuple(names), deps, len(builder.scopes) - 1, red.dtype))

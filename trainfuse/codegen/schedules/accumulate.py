@@ -1,0 +1,232 @@
+"""Reductions over rows: programs walk rows and keep column accumulators; a tail adds them up.
+
+The order of every sum is fixed by the grid, so results are deterministic; there are no atomics.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import fx
+
+from trainfuse.codegen import reductions
+from trainfuse.codegen.builder import Builder, Group
+from trainfuse.codegen.ir import ArgRef, Kernel, Load, Loop, Module, Store, Workspace
+from trainfuse.codegen.reductions import Accumulator, Reduction
+from trainfuse.codegen.schedules.common import (
+    constants,
+    describe,
+    kernel,
+    long,
+    needed,
+    own_axes,
+)
+from trainfuse.codegen.schedules.row import preload
+from trainfuse.codegen.targets import Target
+from trainfuse.codegen.tile import Segment, TileAxis, divide_up, power_of_two
+
+MAX_PROGRAMS = 1024  # partial results that one tail tile holds
+TAIL_TILE = 8192
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """How rows are divided.
+
+    programs: how many share the rows. block: rows a step. name, doc: of the main kernel.
+    grid_cols: programs along the columns.
+    """
+
+    programs: int
+    block: int
+    name: str
+    doc: str
+    warps: int
+    grid_cols: int = 1
+
+
+def late_nodes(group: Group) -> tuple[list[fx.Node], list[fx.Node]]:
+    """Needed nodes computed in the row loop, and those that follow a reduction over rows."""
+    domain = group.domain
+    rows = frozenset(domain.rows)
+    late: set[fx.Node] = set()
+    for node in group.nodes:
+        if domain.reduced.get(node, frozenset()) & rows or late & set(node.all_input_nodes):
+            late.add(node)
+    nodes = needed(group)
+    return [n for n in nodes if n not in late], [n for n in nodes if n in late]
+
+
+def accumulators(group: Group, tile: Sequence[TileAxis], late: list[fx.Node]) -> list[Accumulator]:
+    """The reductions over rows, with the tile axes that they sum over and keep."""
+    domain = group.domain
+    found: list[Accumulator] = []
+    for node in late:
+        reduced = domain.reduced.get(node, frozenset())
+        if not reduced:
+            continue
+        red = reductions.parse(node, domain)
+        own = own_axes(domain, red.source)
+        deps = frozenset(axis.name for axis in tile if own & frozenset(axis.axes))
+        axes = tuple(axis.name for axis in tile if reduced & frozenset(axis.axes))
+        found.append(Accumulator(red, axes, deps))
+    return found
+
+
+def row_loop(
+    builder: Builder, group: Group, plan: Plan, early: list[fx.Node], accs: list[Accumulator]
+) -> None:
+    """The loop over blocks of rows: row reductions, stores, accumulation."""
+    domain = group.domain
+    row = builder.tile["row"]
+    for acc in accs:
+        reductions.start(builder, acc)
+    builder.push("row")
+    start = long(group, "start")
+    if row.position is None:
+        builder.note("row", start)
+    else:
+        suffix = "[:, None]" if builder.rank > 1 else ""
+        builder.note("row", f"{start} + tl.arange(0, {plan.block}){suffix}")
+    if row.segments[0].mask:
+        builder.note("row_mask", "row < ROWS")
+    preload(builder, [*early, *(acc.red.node for acc in accs)])
+    for node in early:
+        if domain.reduced.get(node):
+            reductions.reduce_held(builder, reductions.parse(node, domain), "col")
+        if node in group.outputs:
+            builder.store(node)
+    for acc in accs:
+        reductions.accumulate(builder, acc)
+    body = builder.pop()
+    first = "tl.program_id(0)" if plan.block == 1 else f"tl.program_id(0) * {plan.block}"
+    step = plan.programs * plan.block
+    builder.body.append(Loop("start", first, "ROWS", str(step), body))
+
+
+def build(
+    group: Group, target: Target, tile: Sequence[TileAxis], plan: Plan, prologue: Sequence[str]
+) -> Module:
+    """Main kernel and, when several programs share the rows, the tail.
+
+    tile: the row axis, and the column axis if there are columns. prologue: definitions of the
+    column's index and mask, "name = expression".
+    """
+    early, late = late_nodes(group)
+    builder = Builder(group, tile, "col" if len(tile) > 1 else "row")
+    accs = accumulators(group, tile, late)
+    sizes = [("ROWS", tile[0].size), *(("COLS", axis.size) for axis in tile[1:])]
+    constants(builder, sizes)
+    for line in prologue:
+        name, _, text = line.partition(" = ")
+        builder.note(name, text)
+    builder.bind(*(axis.name for axis in tile[1:]))
+    row_loop(builder, group, plan, early, accs)
+    finished = [(acc, reductions.finish(builder, acc)) for acc in accs]
+    grid = (plan.programs, plan.grid_cols, 1)
+    if plan.programs == 1:
+        for acc, states in finished:
+            reductions.settle(builder, acc.red, states, acc.deps - set(acc.axes))
+        for node in late:
+            if node in group.outputs:
+                builder.store(node)
+        return Module((kernel(builder, plan.name, plan.doc, grid, plan.warps),))
+    parts = Parts(group, plan.programs)
+    for acc, states in finished:
+        parts.store(builder, acc, states)
+    main = kernel(builder, plan.name, plan.doc, grid, plan.warps)
+    return Module((main, tail(group, target, parts, late)), tuple(parts.workspaces))
+
+
+class Parts:
+    """Partial results of programs: where the main kernel leaves them and the tail finds them."""
+
+    def __init__(self, group: Group, programs: int) -> None:
+        self.group = group
+        self.programs = programs
+        self.workspaces: list[Workspace] = []
+        self.places: list[tuple[Accumulator, list[ArgRef], bool]] = []
+
+    def store(self, builder: Builder, acc: Accumulator, states: list[list[str]]) -> None:
+        """Write a program's partial states to workspaces of [programs, columns]."""
+        kept = acc.deps - set(acc.axes)
+        wide = "col" in kept
+        width = builder.tile["col"].size if wide else 1
+        args: list[ArgRef] = []
+        for place in range(len(acc.red.states)):
+            arg: ArgRef = ("workspace", len(self.workspaces))
+            self.workspaces.append(Workspace((self.programs, width), acc.red.dtype))
+            args.append(arg)
+            builder.args[arg] = None
+            for index, names in enumerate(states):
+                offset, mask = self.place(builder, wide, index)
+                builder.body.append(Store(arg, offset, names[place], mask, "partial"))
+        self.places.append((acc, args, wide))
+
+    def place(self, builder: Builder, wide: bool, index: int) -> tuple[str, str]:
+        if wide:
+            segment = builder.segment("col", index)
+            return f"tl.program_id(0) * COLS + {segment.index}", segment.mask
+        offset = "tl.program_id(0)"
+        if builder.rank > 1:
+            offset += " + tl.zeros((1, 1), tl.int32)"
+        shared = "col" in builder.tile and builder.tile["col"].shared
+        return offset, "tl.program_id(1) == 0" if shared else ""
+
+
+def tail(group: Group, target: Target, parts: Parts, late: list[fx.Node]) -> Kernel:
+    """Adds the partial results in a fixed order, then what follows on the totals."""
+    domain = group.domain
+    programs = parts.programs
+    held = power_of_two(programs)
+    part_mask = "" if held == programs else "part_mask"
+    width = domain.extent(domain.cols) if any(wide for _, _, wide in parts.places) else 1
+    part = TileAxis("part", (), programs, (Segment("part", part_mask, held),), 0, False)
+    tile, grid = [part], 1
+    if width > 1:
+        block = min(power_of_two(width), max(16, TAIL_TILE // held))
+        if target.interpreted:
+            block = min(power_of_two(width), 4096)
+        grid = divide_up(width, block)
+        col_mask = "" if width % block == 0 else "col_mask"
+        tile.append(
+            TileAxis("col", domain.cols, width, (Segment("col", col_mask, block),), 1, True)
+        )
+    builder = Builder(group, tile, "part")
+    constants(builder, [("PARTS", programs), *([("COLS", width)] if width > 1 else [])])
+    builder.note("part", f"tl.arange(0, {held}){'[:, None]' if width > 1 else ''}")
+    if part_mask:
+        builder.note(part_mask, "part < PARTS")
+    if width > 1:
+        builder.note("col", f"tl.program_id(0) * {block} + tl.arange(0, {block})[None, :]")
+        if col_mask:
+            builder.note(col_mask, "col < COLS")
+    builder.bind("part", "col")
+    for acc, args, wide in parts.places:
+        combine(builder, acc.red, args, wide)
+    for node in late:
+        if node in group.outputs:
+            builder.store(node)
+    doc = f"Adds the partial results in order: {describe(group, late)}."
+    return kernel(builder, "tail_kernel", doc, (grid, 1, 1), 4)
+
+
+def combine(builder: Builder, red: Reduction, args: Sequence[ArgRef], wide: bool) -> None:
+    """One reduction's partial states, loaded and merged."""
+    names: list[str] = []
+    for state, arg in zip(red.states, args, strict=True):
+        name = f"{builder.name_of(red.node)}_{state}"
+        names.append(name)
+        builder.args[arg] = None
+        other = red.identity if state == "acc" else "0.0"
+        offset = "part * COLS + col" if wide else "part"
+        masks = [builder.segment("part", 0).mask]
+        if wide:
+            masks.append(builder.segment("col", 0).mask)
+        mask = " & ".join(filter(None, masks))
+        builder.body.append(Load(name, arg, offset, mask, "", "partial", other))
+    deps = frozenset({"part", "col"} if wide else {"part"})
+    acc = Accumulator(red, ("part",), deps)
+    merged = reductions.merge(builder, red, names, 0)
+    reductions.settle(builder, acc.red, [merged], deps - {"part"})

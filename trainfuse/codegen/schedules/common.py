@@ -1,0 +1,130 @@
+"""What schedules share: the needed nodes in order, register estimates, index definitions."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import fx
+
+from autodiff.ops import lookup, op_name
+from trainfuse.codegen.builder import Builder, Group, wide
+from trainfuse.codegen.ir import Constant, Kernel
+from trainfuse.codegen.tile import Segment, TileAxis, cover
+from trainfuse.fusion.domains import Domain
+
+THREADS = 32
+
+
+def needed(group: Group) -> list[fx.Node]:
+    """Nodes that the outputs depend on, in order."""
+    members = set(group.nodes)
+    wanted: set[fx.Node] = set(group.outputs)
+    for node in reversed(group.nodes):
+        if node in wanted:
+            wanted.update(operand for operand in node.all_input_nodes if operand in members)
+    return [node for node in group.nodes if node in wanted]
+
+
+def own_axes(domain: Domain, node: fx.Node) -> frozenset[int]:
+    """Domain axes that a value has."""
+    return frozenset(axis for dim in domain.axes[node] for axis in dim)
+
+
+def live_tiles(group: Group) -> int:
+    """Most values that span every axis alive at one point, in program order: register pressure."""
+    domain = group.domain
+    every = frozenset(range(len(domain.sizes)))
+    full = {node for node in domain.axes if own_axes(domain, node) == every}
+    order = [n for n in needed(group) if lookup(n.target).kind != "view"]
+    last: dict[fx.Node, int] = {}
+    for place, node in enumerate(order):
+        for operand in node.all_input_nodes:
+            last[root(group, operand)] = place
+    alive: set[fx.Node] = set()
+    most = 1
+    for place, node in enumerate(order):
+        alive |= {root(group, n) for n in node.all_input_nodes} & full
+        alive |= {node} & full
+        most = max(most, len(alive))
+        alive = {n for n in alive if last.get(n, -1) > place}
+    return most
+
+
+def root(group: Group, node: fx.Node) -> fx.Node:
+    """The value behind a chain of views of a group."""
+    members = set(group.nodes)
+    while (
+        node in members and lookup(node.target).kind == "view" and op_name(node.target) != "getitem"
+    ):
+        node = node.args[0]  # type: ignore[assignment]  # a view's source
+    return node
+
+
+def widest(group: Group) -> int:
+    """Bytes of the widest element read or written."""
+    values = [node.meta["val"] for node in (*group.inputs, *group.outputs)]
+    return max(value.dtype.itemsize for value in values if isinstance(value, torch.Tensor))
+
+
+def column_segments(size: int) -> list[Segment]:
+    """Segments that cover a whole row held in registers."""
+    blocks = cover(size)
+    names = ["col"] if len(blocks) == 1 else [f"col_{index}" for index in range(len(blocks))]
+    return [
+        Segment(
+            name,
+            f"{name}_mask" if start + width > size else "",
+            width,
+            str(start // 4) if start % 4 == 0 else None,
+        )
+        for name, (start, width) in zip(names, blocks, strict=True)
+    ]
+
+
+def define_columns(builder: Builder, axis: TileAxis) -> None:
+    """Index tensors and masks of a row's segments."""
+    start = 0
+    suffix = "[None, :]" if builder.rank > 1 else ""
+    for segment in axis.segments:
+        lanes = f"tl.arange(0, {segment.width}){suffix}"
+        builder.note(segment.index, f"{start} + {lanes}" if start else lanes)
+        if segment.mask:
+            builder.note(segment.mask, f"{segment.index} < COLS")
+        start += segment.width
+    builder.bind(axis.name)
+
+
+def constants(builder: Builder, pairs: Iterable[tuple[str, int]]) -> None:
+    """Named sizes at the head of a kernel; strides equal to the row's length print as COLS."""
+    for name, value in pairs:
+        builder.body.append(Constant(name, value))
+        if name == "COLS" and value > 1:
+            builder.sizes[value] = name
+
+
+def long(group: Group, text: str) -> str:
+    """An index as int64 when the group's offsets need it."""
+    return f"tl.cast({text}, tl.int64)" if wide(group) else text
+
+
+def describe(group: Group, nodes: Sequence[fx.Node]) -> str:
+    """ATen ops of a kernel, for its docstring."""
+    names = [
+        op_name(node.target).split(".")[1] for node in nodes if lookup(node.target).kind != "view"
+    ]
+    text = ", ".join(dict.fromkeys(names))
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+def kernel(
+    builder: Builder, name: str, doc: str, grid: tuple[int, int, int], num_warps: int
+) -> Kernel:
+    """The finished kernel."""
+    assert len(builder.scopes) == 1
+    order = {"input": 0, "output": 1, "workspace": 2}
+    args = tuple(sorted(builder.args, key=lambda arg: (order[arg[0]], arg[1])))
+    words = set(re.findall(r"\w+", repr([s for s in builder.body if not isinstance(s, Constant)])))
+    body = tuple(s for s in builder.body if not isinstance(s, Constant) or s.name in words)
+    return Kernel(name, doc, args, body, grid, num_warps)

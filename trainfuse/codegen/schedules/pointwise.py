@@ -1,0 +1,140 @@
+"""Pointwise groups: flat where operands are dense in one order, tiled where they are permuted."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import fx
+
+from trainfuse.codegen.builder import Builder, Group
+from trainfuse.codegen.ir import Module
+from trainfuse.codegen.schedules.common import (
+    constants,
+    describe,
+    kernel,
+    long,
+    needed,
+    own_axes,
+    widest,
+)
+from trainfuse.codegen.targets import CodegenOptions, Target
+from trainfuse.codegen.tile import Segment, TileAxis, divide_up, power_of_two, value_strides
+
+TILE = 64  # side of a transposing tile: whole 32-byte sectors both ways, even for bytes
+
+
+def build(group: Group, target: Target, options: CodegenOptions) -> Module:
+    """One program a block of elements, or a block of tiles."""
+    del options
+    order = memory_order(group, group.outputs)
+    other = permuted_axis(group, order)
+    if other is None:
+        return flat(group, target, order)
+    return tiled(group, target, order, other)
+
+
+def memory_order(group: Group, values: Sequence[fx.Node]) -> list[int]:
+    """All axes, outermost first, as the first of `values` that spans them lies in memory."""
+    domain = group.domain
+    every = list(range(len(domain.sizes)))
+    for node in values:
+        strides = value_strides(domain, node)
+        if len(own_axes(domain, node)) == len(every) and all(strides[axis] for axis in every):
+            return sorted(every, key=lambda axis: -strides[axis])
+    return every
+
+
+def permuted_axis(group: Group, order: Sequence[int]) -> int | None:
+    """The axis along which a large operand is dense, when the outputs are dense along another."""
+    domain = group.domain
+    if not order:
+        return None
+    inner = order[-1]
+    for node in (*group.inputs, *group.outputs):
+        if node not in domain.axes:
+            continue
+        strides = value_strides(domain, node)
+        dense = [axis for axis, stride in strides.items() if stride == 1]
+        if dense and inner not in dense and strides.get(inner, 0) > 1:
+            axis = dense[0]
+            if min(domain.sizes[axis], domain.sizes[inner]) >= 8:
+                return axis
+    return None
+
+
+def flat(group: Group, target: Target, order: Sequence[int]) -> Module:
+    """A flat range of elements; no mask when blocks divide it."""
+    size = group.domain.extent(order)
+    block, num_warps = flat_block(group, target, size)
+    quad = f"tl.program_id(0) * {block // 4}" if block % 4 == 0 else None
+    mask = "" if size % block == 0 else "i_mask"
+    axis = TileAxis("i", tuple(order), size, (Segment("i", mask, block, quad),), 0, True)
+    builder = Builder(group, [axis], "i")
+    constants(builder, [("SIZE", size)] if mask else [])
+    base = long(group, "tl.program_id(0)")
+    builder.note("i", f"{base} * {block} + tl.arange(0, {block})")
+    if mask:
+        builder.note("i_mask", "i < SIZE")
+    builder.bind("i")
+    nodes = needed(group)
+    for node in nodes:
+        if node in group.outputs:
+            builder.store(node)
+    doc = f"Flat: {describe(group, nodes)}."
+    return Module(
+        (kernel(builder, "pointwise_kernel", doc, (divide_up(size, block), 1, 1), num_warps),)
+    )
+
+
+def flat_block(group: Group, target: Target, size: int) -> tuple[int, int]:
+    """Elements a program, and its warps: 16 bytes of the widest operand a thread, or twice that."""
+    if target.interpreted:
+        return min(power_of_two(size), 1 << 15), 4
+    per_thread = max(16 // widest(group), 4)
+    few = len(group.inputs) + len(group.outputs) <= 4
+    block = 128 * per_thread * (2 if few else 1)
+    # Small tensors: rather more programs than longer ones.
+    while block > 128 * per_thread and size < block * target.num_sms * 4:
+        block //= 2
+    return max(min(block, power_of_two(size)), 1), 4
+
+
+def tiled(group: Group, target: Target, order: Sequence[int], other: int) -> Module:
+    """Tiles over the inner axes of both layouts: each tensor is read along its own inner axis."""
+    domain = group.domain
+    inner = order[-1]
+    rest = tuple(axis for axis in order if axis not in (inner, other))
+    side = 128 if target.interpreted else TILE
+    x_block = min(side, power_of_two(domain.sizes[inner]))
+    y_block = min(side, power_of_two(domain.sizes[other]))
+    x_mask = "x_mask" if domain.sizes[inner] % x_block else ""
+    y_mask = "y_mask" if domain.sizes[other] % y_block else ""
+    quad = f"tl.program_id(1) * {x_block // 4}" if x_block % 4 == 0 else None
+    axes = [
+        TileAxis("z", rest, domain.extent(rest), (Segment("z", "", 1),), None, True),
+        TileAxis("y", (other,), domain.sizes[other], (Segment("y", y_mask, y_block),), 0, True),
+        TileAxis(
+            "x", (inner,), domain.sizes[inner], (Segment("x", x_mask, x_block, quad),), 1, True
+        ),
+    ]
+    builder = Builder(group, axes, "x")
+    x_tiles = divide_up(domain.sizes[inner], x_block)
+    y_tiles = divide_up(domain.sizes[other], y_block)
+    constants(builder, [("Y_TILES", y_tiles), ("X_SIZE", axes[2].size), ("Y_SIZE", axes[1].size)])
+    # Grid dimensions other than the first stop at 65535, so the tiles of y and z share that one.
+    builder.note("z", long(group, "tl.program_id(0) // Y_TILES"))
+    builder.note(
+        "y", f"(tl.program_id(0) % Y_TILES) * {y_block} + tl.arange(0, {y_block})[:, None]"
+    )
+    builder.note("x", f"tl.program_id(1) * {x_block} + tl.arange(0, {x_block})[None, :]")
+    for name, mask in (("y", y_mask), ("x", x_mask)):
+        if mask:
+            builder.note(mask, f"{name} < {name.upper()}_SIZE")
+    builder.bind("x", "y", "z")
+    nodes = needed(group)
+    for node in nodes:
+        if node in group.outputs:
+            builder.store(node)
+    doc = f"Tiled: {describe(group, nodes)}."
+    grid = (y_tiles * axes[0].size, x_tiles, 1)
+    return Module((kernel(builder, "tiled_kernel", doc, grid, 4),))

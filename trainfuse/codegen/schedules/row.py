@@ -1,0 +1,175 @@
+"""Row groups: reductions over columns, whose results the row's own elements read back."""
+
+from __future__ import annotations
+
+from torch import fx
+
+from trainfuse.codegen import reductions
+from trainfuse.codegen.builder import Builder, Group
+from trainfuse.codegen.ir import Loop, Module
+from trainfuse.codegen.reductions import Accumulator
+from trainfuse.codegen.schedules.common import (
+    column_segments,
+    constants,
+    define_columns,
+    describe,
+    kernel,
+    live_tiles,
+    long,
+    needed,
+)
+from trainfuse.codegen.targets import CodegenOptions, Target
+from trainfuse.codegen.tile import Segment, TileAxis, cover, divide_up, power_of_two
+
+MAX_WARPS = 16
+# Registers a thread that live tiles may take, of 255; the rest is addresses and partial results.
+TILE_REGISTERS = 128
+
+
+def build(group: Group, target: Target, options: CodegenOptions) -> Module:
+    """Rows held in registers, or walked in chunks when they are too long."""
+    width = group.domain.extent(group.domain.cols)
+    held = sum(block for _, block in cover(width))
+    registers = held * live_tiles(group) / (32 * MAX_WARPS)
+    if held > options.max_row_in_registers or registers > TILE_REGISTERS:
+        return chunked(group, target, options)
+    return in_registers(group, target)
+
+
+def row_axis(group: Group, rows: int, guarded: bool) -> TileAxis:
+    """The axis that programs share: one row a program, or a block of them."""
+    domain = group.domain
+    mask = "row_mask" if guarded else ""
+    return TileAxis(
+        "row",
+        domain.rows,
+        domain.extent(domain.rows),
+        (Segment("row", mask, rows),),
+        None if rows == 1 else 0,
+        True,
+    )
+
+
+def rows_and_warps(group: Group, target: Target, held: int, live: int) -> tuple[int, int]:
+    """Rows a program, and warps: short rows share a program, long ones take more threads."""
+    total = group.domain.extent(group.domain.rows)
+    if target.interpreted:
+        return max(1, min(power_of_two(total), (1 << 15) // held)), 4
+    rows = max(1, min(2048 // held, power_of_two(total)))
+    while rows > 1 and divide_up(total, rows) < 2 * target.num_sms:
+        rows //= 2
+    warps = 4 if rows * held >= 1024 else 2 if rows * held >= 512 else 1
+    while warps < MAX_WARPS and rows * held * live / (32 * warps) > TILE_REGISTERS:
+        warps *= 2
+    return rows, warps
+
+
+def in_registers(group: Group, target: Target) -> Module:
+    """Every value of a row is held at once; each reduction is one tree."""
+    domain = group.domain
+    width, total = domain.extent(domain.cols), domain.extent(domain.rows)
+    held = sum(block for _, block in cover(width))
+    rows, warps = rows_and_warps(group, target, held, live_tiles(group))
+    guarded = total % rows != 0
+    row = row_axis(group, rows, guarded)
+    segments = tuple(column_segments(width))
+    col = TileAxis("col", domain.cols, width, segments, 0 if rows == 1 else 1, False)
+    builder = Builder(group, [row, col], "col")
+    constants(builder, [("ROWS", total), ("COLS", width)])
+    first = long(group, "tl.program_id(0)")
+    if rows == 1:
+        builder.note("row", first)
+    else:
+        builder.note("row", f"{first} * {rows} + tl.arange(0, {rows})[:, None]")
+    if guarded:
+        builder.note("row_mask", "row < ROWS")
+    builder.bind("row")
+    define_columns(builder, col)
+    nodes = needed(group)
+    preload(builder, nodes)
+    for node in nodes:
+        if domain.reduced.get(node):
+            reductions.reduce_held(builder, reductions.parse(node, domain), "col")
+        if node in group.outputs:
+            builder.store(node)
+    doc = f"A row in registers: {describe(group, nodes)}."
+    return Module((kernel(builder, "row_kernel", doc, (divide_up(total, rows), 1, 1), warps),))
+
+
+def preload(builder: Builder, nodes: list[fx.Node]) -> None:
+    """Start the loads of whole rows before the first reduction, so that they overlap."""
+    for node in nodes:
+        for operand in node.all_input_nodes:
+            if operand in builder.inputs and operand in builder.domain.axes:
+                if operand.meta["val"].dim() and reads(node, operand):
+                    builder.value(operand)
+
+
+def reads(node: fx.Node, operand: fx.Node) -> bool:
+    """Whether a node reads an operand's elements, not only its shape."""
+    name = str(node.target)
+    return (
+        "_like" not in name
+        and "new_" not in name
+        and not ("copy.default" in name and "_to_" not in name and operand is node.args[0])
+    )
+
+
+def levels(nodes: list[fx.Node], reduced: frozenset[fx.Node]) -> dict[fx.Node, int]:
+    """How many reductions in a row each node waits for."""
+    found: dict[fx.Node, int] = {}
+    for node in nodes:
+        found[node] = max(
+            (found[n] + (n in reduced) for n in node.all_input_nodes if n in found), default=0
+        )
+    return found
+
+
+def chunked(group: Group, target: Target, options: CodegenOptions) -> Module:
+    """A pass over the row's chunks for each level of reductions; values are recomputed in each."""
+    domain = group.domain
+    width, total = domain.extent(domain.cols), domain.extent(domain.rows)
+    block = min(options.chunk, power_of_two(width))
+    mask = "" if width % block == 0 else "col_mask"
+    row = row_axis(group, 1, False)
+    col = TileAxis(
+        "col", domain.cols, width, (Segment("col", mask, block, "start // 4"),), 0, False
+    )
+    builder = Builder(group, [row, col], "col")
+    constants(builder, [("COLS", width)])
+    builder.note("row", long(group, "tl.program_id(0)"))
+    builder.bind("row")
+    nodes = needed(group)
+    level = levels(nodes, frozenset(n for n in nodes if domain.reduced.get(n)))
+    for current in range(max(level.values()) + 1):
+        here = [node for node in nodes if level[node] == current]
+        reds = [reductions.parse(node, domain) for node in here if domain.reduced.get(node)]
+        accs = [Accumulator(red, ("col",), frozenset({"row", "col"})) for red in reds]
+        stored = [n for n in here if n in group.outputs and not domain.reduced.get(n)]
+        walk(builder, accs, stored, block, mask)
+        for acc in accs:
+            reductions.settle(builder, acc.red, reductions.finish(builder, acc), frozenset({"row"}))
+            if acc.red.node in group.outputs:
+                builder.store(acc.red.node)
+    doc = f"A row in chunks: {describe(group, nodes)}."
+    warps = 4 if target.interpreted else max(4, min(MAX_WARPS, block // 512))
+    return Module((kernel(builder, "row_kernel", doc, (total, 1, 1), warps),))
+
+
+def walk(
+    builder: Builder, accs: list[Accumulator], stored: list[fx.Node], block: int, mask: str
+) -> None:
+    """One pass over the chunks: accumulate, and store what is ready."""
+    for acc in accs:
+        reductions.start(builder, acc)
+    builder.push("col")
+    builder.note("col", f"start + tl.arange(0, {block})")
+    if mask:
+        builder.note(mask, "col < COLS")
+    for acc in accs:
+        reductions.accumulate(builder, acc)
+    for node in stored:
+        builder.store(node)
+    body = builder.pop()
+    if accs or stored:
+        builder.body.append(Loop("start", "0", "COLS", str(block), body))

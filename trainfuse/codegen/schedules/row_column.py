@@ -1,0 +1,57 @@
+"""Row-and-column groups, such as norm backwards: one pass over persistent programs."""
+
+from __future__ import annotations
+
+from trainfuse.codegen.builder import Group
+from trainfuse.codegen.ir import Module
+from trainfuse.codegen.schedules import accumulate
+from trainfuse.codegen.schedules.common import column_segments, describe, live_tiles, needed
+from trainfuse.codegen.targets import CodegenOptions, Target
+from trainfuse.codegen.tile import Segment, TileAxis, divide_up, power_of_two
+from trainfuse.codegen.triton_ops import Unsupported
+
+PROGRAMS_PER_SM = 2
+TILE_REGISTERS = 160
+
+
+def build(group: Group, target: Target, options: CodegenOptions) -> Module:
+    """Each program keeps whole rows and its column accumulators in registers."""
+    del options
+    domain = group.domain
+    width, total = domain.extent(domain.cols), domain.extent(domain.rows)
+    segments = tuple(column_segments(width))
+    held = sum(segment.width for segment in segments)
+    sums = sum(bool(reduced & frozenset(domain.rows)) for reduced in domain.reduced.values())
+    live = live_tiles(group) + sums
+    warps = 4
+    while warps < 16 and held * live / (32 * warps) > TILE_REGISTERS / 2:
+        warps *= 2
+    if held * live / (32 * warps) > TILE_REGISTERS:
+        raise Unsupported(group.nodes[-1], "its columns are too many to accumulate in registers")
+    budget = 8192 if target.interpreted else 1024
+    rows = max(1, min(budget // held, power_of_two(total)))
+    programs = min(PROGRAMS_PER_SM * target.num_sms, divide_up(total, rows))
+    row_mask = "row_mask" if total % rows else ""
+    tile = [
+        TileAxis(
+            "row",
+            domain.rows,
+            total,
+            (Segment("row", row_mask, rows),),
+            None if rows == 1 else 0,
+            programs > 1,
+        ),
+        TileAxis("col", domain.cols, width, segments, 0 if rows == 1 else 1, False),
+    ]
+    suffix = "" if rows == 1 else "[None, :]"
+    prologue: list[str] = []
+    start = 0
+    for segment in segments:
+        lanes = f"tl.arange(0, {segment.width}){suffix}"
+        prologue.append(f"{segment.index} = {f'{start} + ' if start else ''}{lanes}")
+        if segment.mask:
+            prologue.append(f"{segment.mask} = {segment.index} < COLS")
+        start += segment.width
+    doc = f"Rows and their columns: {describe(group, needed(group))}."
+    plan = accumulate.Plan(programs, rows, "row_column_kernel", doc, warps)
+    return accumulate.build(group, target, tile, plan, prologue)

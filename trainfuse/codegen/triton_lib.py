@@ -1,0 +1,184 @@
+"""Triton functions that generated kernels call; the only door to libdevice."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+if triton.knobs.runtime.interpret:
+    from trainfuse.codegen import interpreted as libdevice
+    from trainfuse.codegen.interpreted import reduce_max, reduce_min, reduce_sum
+else:
+    from triton.language.extra import libdevice
+
+    @triton.jit
+    def reduce_max(x, axis: tl.constexpr, keep_dims: tl.constexpr):
+        """Maximum along an axis; a NaN wins, as in ATen (tl.max drops it)."""
+        return tl.reduce(x, axis, maximum, keep_dims=keep_dims)
+
+    @triton.jit
+    def reduce_min(x, axis: tl.constexpr, keep_dims: tl.constexpr):
+        """Minimum along an axis; a NaN wins, as in ATen (tl.min drops it)."""
+        return tl.reduce(x, axis, minimum, keep_dims=keep_dims)
+
+    @triton.jit
+    def reduce_sum(x, axis: tl.constexpr, keep_dims: tl.constexpr):
+        """Sum along an axis."""
+        return tl.sum(x, axis, keep_dims=keep_dims)
+
+
+__all__ = ["libdevice", "reduce_max", "reduce_min", "reduce_sum"]
+
+
+@triton.jit
+def maximum(a, b):
+    """max(a, b), NaN if either is."""
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def minimum(a, b):
+    """min(a, b), NaN if either is."""
+    return tl.minimum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def floor_divide_int(a, b):
+    """Integers divided towards minus infinity (Triton's // truncates)."""
+    quotient = a // b
+    remainder = a % b
+    return tl.where((remainder != 0) & ((remainder < 0) != (b < 0)), quotient - 1, quotient)
+
+
+@triton.jit
+def remainder_int(a, b):
+    """Remainder with the divisor's sign."""
+    remainder = a % b
+    return tl.where((remainder != 0) & ((remainder < 0) != (b < 0)), remainder + b, remainder)
+
+
+@triton.jit
+def remainder_float(a, b):
+    """Remainder with the divisor's sign."""
+    remainder = libdevice.fmod(a, b)
+    return tl.where((remainder != 0) & ((remainder < 0) != (b < 0)), remainder + b, remainder)
+
+
+@triton.jit
+def floor_divide_float(a, b):
+    """Floor of a / b, exact near integers. Source: ATen's div_floor_floating."""
+    remainder = libdevice.fmod(a, b)
+    quotient = (a - remainder) / b
+    quotient = tl.where((remainder != 0) & ((b < 0) != (remainder < 0)), quotient - 1, quotient)
+    floored = tl.floor(quotient)
+    floored = tl.where(quotient - floored > 0.5, floored + 1, floored)
+    floored = tl.where(quotient == 0, libdevice.copysign(quotient * 0, a / b), floored)
+    return tl.where(b == 0, a / b, floored)
+
+
+@triton.jit
+def keep(seed, offset, index, p: tl.constexpr):
+    """Bernoulli mask, one Philox call an element: trainfuse.keep_mask at flat positions `index`."""
+    quad = index // 4
+    lane = index % 4
+    low, high = _words(quad)
+    r0, r1, r2, r3 = tl.philox(seed, low, _like(low, offset), high, low * 0)
+    bits = tl.where(lane < 2, tl.where(lane == 0, r0, r1), tl.where(lane == 2, r2, r3))
+    return tl.uint_to_uniform_float(bits) >= p
+
+
+@triton.jit
+def keep_vector(seed, offset, quad, p: tl.constexpr):
+    """The same for 4 consecutive positions a quad: [Q] quads give [4 Q] elements."""
+    low, high = _words(quad)
+    r0, r1, r2, r3 = tl.philox(seed, low, _like(low, offset), high, low * 0)
+    pairs = tl.join(tl.join(r0, r2), tl.join(r1, r3))  # [Q, 2, 2], in order of words
+    return tl.uint_to_uniform_float(tl.reshape(pairs, (4 * quad.shape[0],))) >= p
+
+
+@triton.jit
+def keep_rows(seed, offset, quad, p: tl.constexpr):
+    """The same for a tile: [R, Q] quads give [R, 4 Q] elements."""
+    low, high = _words(quad)
+    r0, r1, r2, r3 = tl.philox(seed, low, _like(low, offset), high, low * 0)
+    pairs = tl.join(tl.join(r0, r2), tl.join(r1, r3))
+    return tl.uint_to_uniform_float(tl.reshape(pairs, (quad.shape[0], 4 * quad.shape[1]))) >= p
+
+
+@triton.jit
+def _words(quad):
+    """Low and high 32-bit words of a Philox counter."""
+    low = quad.to(tl.uint32)
+    if quad.dtype == tl.int64:
+        high = (quad >> 32).to(tl.uint32)
+    else:
+        high = low * 0
+    return low, high
+
+
+@triton.jit
+def _like(words, value):
+    return (words * 0 + value).to(tl.uint32)
+
+
+@triton.jit
+def gelu_slope(x):
+    """Derivative of x Phi(x)."""
+    cdf = 0.5 * (1.0 + libdevice.erf(x * 0.7071067811865476))
+    return cdf + x * (libdevice.exp(-0.5 * x * x) * 0.3989422804014327)
+
+
+@triton.jit
+def gelu_tanh_slope(x):
+    """Derivative of gelu's tanh form. Source: ATen's GeluBackward kernel."""
+    inner = 0.7978845608028654 * (x + 0.044715 * x * x * x)
+    tanh = libdevice.tanh(inner)
+    inner_slope = 0.7978845608028654 * (1.0 + 3.0 * 0.044715 * x * x)
+    return 0.5 * (1.0 + tanh) + 0.5 * x * (1.0 - tanh * tanh) * inner_slope
+
+
+@triton.jit
+def silu_slope(x):
+    """Derivative of x sigmoid(x)."""
+    sigmoid = 1.0 / (1.0 + libdevice.exp(-x))
+    return sigmoid * (1.0 + x * (1.0 - sigmoid))
+
+
+@triton.jit
+def softplus_backward(grad, x, beta, threshold):
+    """grad sigmoid(beta x), grad itself past the threshold."""
+    z = libdevice.exp(x * beta)
+    return tl.where(x * beta > threshold, grad, grad * z / (z + 1.0))
+
+
+@triton.jit
+def log_sigmoid_slope(x):
+    """Derivative of log(sigmoid(x))."""
+    z = libdevice.exp(-tl.abs(x))
+    ratio = z / (1.0 + z)
+    return tl.where(x < 0, 1.0 - ratio, ratio)
+
+
+@triton.jit
+def logit(x):
+    """log(x / (1 - x))."""
+    return libdevice.log(x / (1.0 - x))
+
+
+@triton.jit
+def xlogy(x, y):
+    """x log(y), 0 where x is 0 and y is a number."""
+    product = x * libdevice.log(y)
+    return tl.where(y != y, y, tl.where(x == 0, 0.0, product))
+
+
+@triton.jit
+def merge_moments(count, mean, m2, axis: tl.constexpr, keep_dims: tl.constexpr):
+    """Merge (count, mean, sum of squared deviations) along an axis; empty entries are allowed.
+
+    Source: Chan, Golub and LeVeque (1979).
+    """
+    total = reduce_sum(count, axis, keep_dims)
+    merged = reduce_sum(count * mean, axis, keep_dims) / total
+    shift = mean - merged  # a merged mean without the axis is a scalar, and broadcasts
+    return total, merged, reduce_sum(m2 + count * shift * shift, axis, keep_dims)

@@ -1,0 +1,89 @@
+"""Kernel IR to a Python module of Triton functions; the only place that writes syntax."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from trainfuse.codegen.ir import (
+    Constant,
+    Define,
+    Kernel,
+    Load,
+    Loop,
+    Map,
+    Module,
+    Random,
+    Reduce,
+    Statement,
+    Store,
+    arg_name,
+)
+
+HEADER = """\
+import triton
+import triton.language as tl
+
+from trainfuse.codegen import triton_lib as lib
+from trainfuse.codegen.triton_lib import libdevice  # noqa: F401
+"""
+NOTE_COLUMN = 72
+
+
+def print_module(module: Module) -> str:
+    """Text of a complete, importable module: one @triton.jit function a launch."""
+    parts = [HEADER, *("\n".join(_kernel(kernel)) + "\n" for kernel in module.kernels)]
+    return "\n\n".join(parts)
+
+
+def _kernel(kernel: Kernel) -> Iterator[str]:
+    yield "@triton.jit"
+    yield f"def {kernel.name}({', '.join(arg_name(arg) for arg in kernel.args)}):"
+    yield f'    """{kernel.doc}"""'
+    yield from _statements(kernel.body, "    ")
+
+
+def _statements(body: Iterable[Statement], indent: str) -> Iterator[str]:
+    for statement in body:
+        match statement:
+            case Constant(name, value):
+                yield f"{indent}{name}: tl.constexpr = {value}"
+            case Loop():
+                yield from _loop(statement, indent)
+            case _:
+                yield _simple(statement, indent)
+
+
+def _loop(loop: Loop, indent: str) -> Iterator[str]:
+    if loop.note:
+        yield f"{indent}# {loop.note}"
+    yield f"{indent}for {loop.var} in range({loop.start}, {loop.stop}, {loop.step}):"
+    yield from _statements(loop.body, indent + "    ")
+
+
+def _simple(statement: Statement, indent: str) -> str:
+    match statement:
+        case Load(name, arg, offset, mask, cast, note, other):
+            guard = _mask(mask) + (f", other={other}" if mask and other else "")
+            text = f"{name} = tl.load({_pointer(arg_name(arg), offset)}{guard})"
+            text += f".to({cast})" if cast else ""
+        case Store(arg, offset, value, mask, note):
+            text = f"tl.store({_pointer(arg_name(arg), offset)}, {value}{_mask(mask)})"
+        case (
+            Define(name, expr, note)
+            | Map(name, expr, note)
+            | Reduce(name, expr, note)
+            | Random(name, expr, note)
+        ):
+            text = f"{name} = {expr}"
+        case _:
+            raise AssertionError(statement)
+    line = indent + text
+    return f"{line.ljust(NOTE_COLUMN)}  # {note}" if note else line
+
+
+def _pointer(arg: str, offset: str) -> str:
+    return arg if offset == "0" else f"{arg} + {offset}"
+
+
+def _mask(mask: str) -> str:
+    return f", mask={mask}" if mask else ""
