@@ -1,8 +1,8 @@
 """The seam in Lightning: one attribute of the optimization loop, set for a fit and removed after.
 
 `_AutomaticOptimization.run` gets the batch and returns what `on_train_batch_end` sees; all hooks,
-schedulers and counters around it stay Lightning's. A whole step replaces it and moves the loop's own
-progress counters as it would. Regions replace only the call of `training_step` inside it.
+schedulers and counters around it stay Lightning's. A whole step replaces it and moves the loop's
+own progress counters as it would. Regions replace only the call of `training_step` inside it.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _MAX_REPEATS = 2
 def _reason(error: CaptureError) -> str:
     """Why a whole step was refused, with the user's line.
 
-    Our own gates name the reason inside Dynamo's text, and sit deeper than the line that is at fault.
+    Our own gates name the reason inside Dynamo's text, and sit deeper than the line at fault.
     """
     texts, cause = [str(error)], error.__cause__
     while cause is not None:
@@ -152,17 +152,11 @@ class FusedLoop:
         self._seen_plans, self._repeats = 0, 0
         self._seen_sizes: set[Any] = set()
         self._eager_frame = False
-        self._lightning_modules = [
-            child
-            for child in module.modules()
-            if isinstance(child, part(trainer, "core").LightningModule)
-        ]
-        self._whole_logs = LogCapture(
-            self._lightning_modules, Tape(whole=True), TrainerGate(trainer)
-        )
-        self._region_logs = LogCapture(
-            self._lightning_modules, Tape(whole=False), TrainerGate(trainer)
-        )
+        root = part(trainer, "core").LightningModule
+        nested = [child for child in module.modules() if isinstance(child, root)]
+        gate = TrainerGate(trainer)
+        self._whole_logs = LogCapture(nested, Tape(whole=True), gate)
+        self._region_logs = LogCapture(nested, Tape(whole=False), gate)
 
     def install(self) -> None:
         """Take over the loop's `run` and `training_step` calls."""

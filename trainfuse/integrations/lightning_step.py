@@ -1,9 +1,10 @@
 """Lightning's training step, rebuilt as one function, and `self.log` that survives capture.
 
-Lightning runs `training_step`, `zero_grad` and `backward` in a closure inside `optimizer.step`, with
-hooks in between. When nobody overrides them, the same work is `step` below, which trainfuse captures
-whole. Logging is Python that no graph holds: for the time of a call `self.log` writes to a tape that
-the step returns, and the real `self.log` is called with it afterwards. Nothing is synchronised.
+Lightning runs `training_step`, `zero_grad` and `backward` in a closure inside `optimizer.step`,
+with hooks in between. When nobody overrides them, the same work is `lightning_step` below, which
+trainfuse captures whole. Logging is Python that no graph holds: for the time of a call `self.log`
+writes to a tape that the step returns, and the real `self.log` is called with it afterwards.
+Nothing is synchronised.
 """
 
 from __future__ import annotations
@@ -107,11 +108,12 @@ class Tape:
 class LogCapture:
     """Replaces logging on a module and the LightningModules in it, for the time of a call.
 
-    gate: what to put in place of their trainer meanwhile, or None to leave it. Nothing of this is
-    on the module between calls, so that copies and pickles of it are plain.
+    gate: what stands for their trainer meanwhile: when its attributes are read, regions split there
+    and a whole step is refused. Nothing of this is on the module between calls, so that copies and
+    pickles of it are plain.
     """
 
-    def __init__(self, modules: Sequence[Any], tape: Tape, gate: TrainerGate | None) -> None:
+    def __init__(self, modules: Sequence[Any], tape: Tape, gate: TrainerGate) -> None:
         self.tape = tape
         self._modules = tuple(modules)
         self._patches: list[tuple[dict[str, Any], dict[str, Any]]] = []
@@ -119,8 +121,7 @@ class LogCapture:
             attributes: dict[str, Any] = {
                 method: tape.recorder(index, method) for method in ("log", "log_dict")
             }
-            if gate is not None:
-                attributes["_trainer"] = gate
+            attributes["_trainer"] = gate
             self._patches.append((vars(module), attributes))
 
     @contextlib.contextmanager

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dis
 import inspect
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -52,7 +51,7 @@ def decide(trainer: Any, module: Any) -> Verdict:
 
 
 def unsupported(trainer: Any, module: Any) -> str | None:
-    """Why nothing at all is compiled, as far as it is known in `setup`; None if nothing forbids it."""
+    """Why nothing is compiled, as far as `setup` can know; None if nothing forbids it."""
     return next(_against_compiling(trainer, module), None)
 
 
@@ -84,7 +83,8 @@ def _against_precision(trainer: Any) -> Iterator[str]:
     plugin = trainer.precision_plugin
     mixed = type(plugin) is plugins.MixedPrecision and plugin.precision == "bf16-mixed"
     if not mixed and type(plugin) is not plugins.Precision:
-        yield f"precision is {plugin.precision} ({type(plugin).__name__}); 32-true and bf16-mixed are supported"
+        kind = type(plugin).__name__
+        yield f"precision is {plugin.precision} ({kind}), not 32-true or bf16-mixed"
 
 
 def _already_compiled(module: Any) -> Iterator[str]:
@@ -112,21 +112,6 @@ def _against_whole_step(trainer: Any, module: Any) -> Iterator[str]:
 def overridden(instance: object, base: type, name: str) -> bool:
     """True if the instance's method is not the base's own; wrapped and assigned ones count."""
     return name in vars(instance) or getattr(type(instance), name) is not getattr(base, name)
-
-
-def reads_second_argument(function: Any) -> bool:
-    """True if a bound `training_step` may look at its batch index, judged from its bytecode."""
-    code = getattr(inspect.unwrap(function), "__code__", None)
-    if code is None or code.co_argcount < 3:
-        return True
-    name = code.co_varnames[2]
-    for instruction in dis.get_instructions(code):
-        if "LOAD" not in instruction.opname:
-            continue
-        value = instruction.argval
-        if value == name or (isinstance(value, tuple) and name in value):
-            return True
-    return name in code.co_cellvars
 
 
 def cuda(trainer: Any) -> torch.device | None:
