@@ -17,6 +17,7 @@ from torch import Tensor, fx
 
 from autodiff.derive import cleanup, decompose
 from autodiff.graph import Refusal, TrainingGraph
+from autodiff.inlining import dissolve_unfused
 from autodiff.recompute import RecomputeReport, plan_recompute
 from autodiff.rng import functionalize_dropout
 from autodiff.slicing import Slices, slice_graph
@@ -26,7 +27,8 @@ from trainfuse import log
 from trainfuse.capture.lift import Captured
 from trainfuse.capture.optimizers import find_handle
 from trainfuse.codegen.ir import GroupKernel
-from trainfuse.codegen.lower import lower, unsupported
+from trainfuse.codegen.lower import lower
+from trainfuse.codegen.support import unsupported
 from trainfuse.codegen.targets import SIMULATED, CodegenOptions, Target
 from trainfuse.debug import dump, gather
 from trainfuse.debug.explain import Explanation
@@ -88,10 +90,10 @@ def _fold(state: State) -> State:
 
 
 def _slice(state: State) -> State:
-    # the backward of a region is sliced with its forward; a graph without gradients not at all
-    if state.facts.kind in ("backward", "inference"):
-        return state
-    slices = slice_graph(state.graph, state.facts.settings.threshold, state.facts.settings.skip_ops)
+    settings = state.facts.settings
+    slices = slice_graph(
+        state.graph, settings.threshold, settings.skip_ops, horizontal=settings.horizontal
+    )
     return replace(state, slices=slices, refusals=(*state.refusals, *slices.refusals))
 
 
@@ -108,7 +110,12 @@ def _fuse(state: State) -> State:
             fuse_first=settings.fuse_first,
         ),
     )
-    return replace(state, fusion=plan, refusals=(*state.refusals, *plan.refusals))
+    slices = state.slices
+    if slices is not None and settings.autodiff_inlining:
+        slices = dissolve_unfused(slices, {n for group in plan.groups for n in group.nodes})
+    return replace(
+        state, fusion=plan, slices=slices, refusals=(*state.refusals, *plan.refusals)
+    )
 
 
 def _lower(state: State) -> State:

@@ -117,6 +117,7 @@ def _facts(graph: fx.Graph, default: Phase | None) -> dict[fx.Node, NodeFacts]:
     and an unlabelled node goes with the node before it.
     """
     forward_by_number: dict[int, str] = {}
+    origins: dict[int, object] = {}
     facts: dict[fx.Node, NodeFacts] = {}
     phase: Phase = default or "forward"
     for node in graph.nodes:
@@ -127,11 +128,20 @@ def _facts(graph: fx.Graph, default: Phase | None) -> dict[fx.Node, NodeFacts]:
         number = node.meta.get("seq_nr")
         link = None
         if phase == "forward" and number is not None:
-            forward_by_number[number] = node.name
+            # Calls that autograd does not record (a counter's increment) carry the number of the
+            # recorded call before them: the first call with a number is the one it belongs to.
+            if origins.setdefault(number, _origin(node)) == _origin(node):
+                forward_by_number[number] = node.name
         elif phase == "backward" and number is not None:
             link = forward_by_number.get(number)
         facts[node] = NodeFacts(phase, link, user_line(node))
     return facts
+
+
+def _origin(node: fx.Node) -> object:
+    """What tells apart the calls, in the user's program, that ATen nodes were decomposed from."""
+    source = node.meta.get("source_fn_stack") or (("", None),)
+    return (source[-1][0], str(node.meta.get("original_aten")))
 
 
 def lift(

@@ -6,33 +6,31 @@ A schedule says which tile axes there are and where loops stand; the builder loa
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import fx
 
 from autodiff.ops import lookup, op_name
-from trainfuse.codegen.ir import ArgRef, Define, Load, Map, Random, Statement, Store
+from trainfuse.codegen import sources
+from trainfuse.codegen.ir import ArgRef, Define, Load, Map, Statement, Store
 from trainfuse.codegen.scalars import (
     HALF,
     TRITON_TYPE,
     cast,
     compute_dtype,
-    literal,
 )
+from trainfuse.codegen.scope import Scope, Value
 from trainfuse.codegen.tile import (
     Segment,
     TileAxis,
-    axis_strides,
     first_only,
     needs_int64,
-    row_major,
     run_terms,
     value_strides,
 )
 from trainfuse.codegen.triton_ops import Unsupported, expression
-from trainfuse.fusion.domains import Domain, argument
+from trainfuse.fusion.domains import Domain
 
 aten = torch.ops.aten
 
@@ -50,28 +48,6 @@ class Group(Protocol):
     def outputs(self) -> tuple[fx.Node, ...]: ...
     @property
     def domain(self) -> Domain: ...
-
-
-@dataclass(frozen=True, slots=True)
-class Value:
-    """A node's value in the text: one name, or one for each segment of `segmented`.
-
-    deps: tile axes that it varies over. depth: scope that defines it. dtype: compute type.
-    """
-
-    names: tuple[str, ...]
-    deps: frozenset[str]
-    depth: int
-    dtype: torch.dtype
-
-
-@dataclass(slots=True)
-class Scope:
-    """A block of statements, the tile axes whose indices it has, and the values it defines."""
-
-    axes: frozenset[str]
-    body: list[Statement] = field(default_factory=list)
-    values: dict[fx.Node, Value | tuple[Value, ...]] = field(default_factory=dict)
 
 
 class Builder:
@@ -176,9 +152,9 @@ class Builder:
         if kind == "pointwise":
             return self.map(node)
         if kind == "creation":
-            return self.create(node)
+            return sources.create(self, node)
         if op_name(node.target) == "trainfuse.keep_mask.default":
-            return self.random(node)
+            return sources.random(self, node)
         if node in self.domain.reduced and not self.domain.reduced[node]:
             return self.unreduced(node)
         raise Unsupported(node, "this kernel does not have its value")
@@ -247,91 +223,6 @@ class Builder:
     def text(self, value: Value, index: int) -> str:
         """Name of a value in a segment."""
         return value.names[index if len(value.names) > 1 else 0]
-
-    def create(self, node: fx.Node) -> Value:
-        """Constants and ranges."""
-        dtype = node.meta["val"].dtype
-        if dtype not in TRITON_TYPE:
-            raise Unsupported(node, f"{dtype} has no kernels")
-        held = compute_dtype(dtype)
-        name = op_name(node.target)
-        constant = _constant(node, name)
-        if constant is not None:
-            names, depth = self.define(node, frozenset(), ())
-            text = literal(constant, held)
-            text = text[1:-1] if text.startswith("(") else text
-            full = text if held == torch.bool else f"tl.full([], {text}, {TRITON_TYPE[held]})"
-            self.scopes[depth].body.append(Map(names[0], full, name))
-            return self.put(node, Value(tuple(names), frozenset(), depth, held))
-        start, step = _range(node, name)
-        strides = axis_strides(self.domain.axes[node], (1,), self.domain.sizes)
-        deps = self.dependences(strides)
-        names, depth = self.define(node, deps, ())
-        for index, target in enumerate(names):
-            text = self.offset(strides, index)
-            text = f"({text})" if step == 1 else f"({text}) * {step}"
-            text = f"({text} + {start})" if start else text
-            if not deps:
-                text = f"tl.full([], {start}, tl.int64)"
-            self.scopes[depth].body.append(Map(target, f"{text}.to({TRITON_TYPE[held]})", name))
-        return self.put(node, Value(tuple(names), deps, depth, held))
-
-    def random(self, node: fx.Node) -> Value:
-        """trainfuse.keep_mask: by fours where the flat index runs along the tile's inner axis."""
-        seed = self.value(node.args[0])  # type: ignore[arg-type]  # the seed tensor
-        offset, p = argument(node, "offset"), argument(node, "p")
-        shape = row_major(node.meta["val"].shape)
-        strides = axis_strides(self.domain.axes[node], shape, self.domain.sizes)
-        deps = self.dependences(strides)
-        names, depth = self.define(node, deps, (seed,))
-        for index, name in enumerate(names):
-            quads = self.quads(strides, deps, index)
-            function = "lib.keep"
-            if quads:
-                function = "lib.keep_vector" if self.rank == 1 else "lib.keep_rows"
-            text = quads or self.offset(strides, index)
-            if not deps:
-                text = "tl.zeros((1,), tl.int32)"
-            self.scopes[depth].body.append(
-                Random(
-                    name,
-                    f"{function}({seed.names[0]}, {offset & 0xFFFFFFFF}, {text}, {p!r})",
-                    op_name(node.target),
-                )
-            )
-        return self.put(node, Value(tuple(names), deps, depth, torch.bool))
-
-    def quads(self, strides: dict[int, int], deps: frozenset[str], index: int) -> str:
-        """Flat positions / 4 of the tile's groups of four neighbours; "" when it has none."""
-        inner = max(
-            (axis for axis in self.tile.values() if axis.position is not None),
-            key=lambda axis: axis.position or 0,
-        )
-        segment = self.segment(inner.name, index)
-        blocks = [axis.name for axis in self.tile.values() if axis.position is not None]
-        terms = run_terms(inner.axes, "i", strides, self.domain.sizes, {})
-        if terms != ["i"] or segment.width % 4 or segment.quad is None:
-            return ""
-        if not frozenset(blocks) <= deps and self.rank > 1:
-            return ""
-        others = {axis: step for axis, step in strides.items() if axis not in inner.axes}
-        if any(step % 4 for step in others.values()):
-            return ""
-        quarter = {axis: step // 4 for axis, step in others.items()}
-        rest = [
-            term
-            for axis in self.tile.values()
-            if axis is not inner
-            for term in run_terms(
-                axis.axes, self.segment(axis.name, index).index, quarter, self.domain.sizes, {}
-            )
-        ]
-        lanes = f"tl.arange(0, {segment.width // 4})"
-        if self.rank > 1:
-            lanes += "[None, :]"
-        if segment.quad != "0":
-            rest.append(segment.quad)
-        return " + ".join([*rest, lanes])
 
     # Memory.
 
@@ -404,32 +295,3 @@ def wide(group: Group) -> bool:
     values = [node.meta["val"] for node in (*group.inputs, *group.outputs)]
     tensors = [value for value in values if isinstance(value, torch.Tensor)]
     return needs_int64(tensors, group.domain.extent(range(len(group.domain.sizes))))
-
-
-def _constant(node: fx.Node, name: str) -> Any:
-    """The number that a creation fills with; None for a range."""
-    base = name.split(".")[1]
-    if base in ("zeros", "zeros_like", "new_zeros"):
-        return 0
-    if base in ("ones", "ones_like", "new_ones"):
-        return 1
-    if base in ("full", "full_like", "new_full"):
-        value = argument(node, "fill_value")
-    elif base == "scalar_tensor":
-        value = argument(node, "s")
-    elif base in ("arange", "iota"):
-        return None
-    else:
-        raise Unsupported(node, "this creation has no code")
-    if not isinstance(value, bool | int | float):
-        raise Unsupported(node, "it fills with a value that is no number")
-    return value
-
-
-def _range(node: fx.Node, name: str) -> tuple[Any, Any]:
-    """(start, step) of an arange or iota."""
-    start, step = argument(node, "start"), argument(node, "step")
-    start, step = 0 if start is None else start, 1 if step is None else step
-    if not isinstance(start, int) or not isinstance(step, int):
-        raise Unsupported(node, "a range of floating steps has no code")
-    return start, step

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor, fx
 
+from autodiff import ops
 from autodiff.graph import TrainingGraph
 from autodiff.recompute import RecomputeReport
 from autodiff.slicing import Slices
@@ -43,7 +44,7 @@ def describe(
 
 
 def _node(tg: TrainingGraph, node: fx.Node) -> NodeRow:
-    return NodeRow(node.name, str(node.target), tg.phase(node), tg.where(node))
+    return NodeRow(node.name, ops.op_name(node.target), tg.phase(node), tg.where(node))
 
 
 def _group(

@@ -79,7 +79,7 @@ def _update_rows(plan: PlanRecord) -> tuple[GroupRow, ...]:
             bucket.name,
             "update",
             tuple(
-                NodeRow(n.name, str(n.target), "update")
+                NodeRow(n.name, ops.op_name(n.target), "update")
                 for n in bucket.template.gm.graph.nodes
                 if n.op == "call_function"
             ),

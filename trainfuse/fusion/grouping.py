@@ -100,9 +100,10 @@ class _Grouping:
         self, node: fx.Node, owner: Mapping[fx.Node, int] | None, supports: Supports
     ) -> str | None:
         """Why a node can be in no group."""
-        name = ops.op_name(node.target)
-        if {name, name.rpartition(".")[0]} & self.options.skip_ops:
-            return "the operator is skipped"
+        origin = node.meta.get("original_aten")  # torch's note of what it decomposed
+        for name in (ops.op_name(node.target), str(origin)):
+            if not self.options.skip_ops.isdisjoint({name, name.rpartition(".")[0]}):
+                return "the operator is skipped"
         if owner is not None and node not in owner and self.tg.phase(node) != "update":
             return "slicing left it outside every differentiable subgraph"
         reason = supports(node)

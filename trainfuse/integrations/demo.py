@@ -94,8 +94,8 @@ def run(steps: int | None, console: Console) -> DemoResult:
     model, train_step = make_training(config, device)
     size = sum(p.numel() for p in model.parameters())
     console.print(
-        f"[bold]A character-level GPT of {size:,} parameters[/] on {_device_name(device)}, text from"
-        " Python's own manual; the step is `trainfuse.compile(train_step)`."
+        f"[bold]A character-level GPT of {size:,} parameters[/] on {_device_name(device)}, with text"
+        " from Python's own manual; the step is `trainfuse.compile(train_step)`."
     )
     compiled = trainfuse.compile(train_step)
     stream = batches(text(), config, device)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from autodiff import ops
 from autodiff.graph import TrainingGraph
 
 _SYNCHRONISING = frozenset({"nonzero", "_local_scalar_dense", "masked_select", "_unique2"})
@@ -79,7 +80,17 @@ def _pool(device: int) -> Any:
 
 def is_static(tg: TrainingGraph) -> tuple[bool, ...]:
     """Which inputs keep their address from step to step: parameters and buffers."""
-    return tuple(fact.kind in _STATIC_KINDS for fact in tg.inputs)
+    updated = {
+        param
+        for node in tg.nodes()
+        if ops.lookup(node.target).kind == "effect"
+        for param in node.args[0]  # type: ignore[union-attr]  # a list, by the operator's schema
+    }
+    placeholders = tg.graph.find_nodes(op="placeholder")
+    return tuple(
+        fact.kind in _STATIC_KINDS or node in updated
+        for fact, node in zip(tg.inputs, placeholders, strict=True)
+    )
 
 
 class Replay:

@@ -22,7 +22,6 @@ from trainfuse.runtime.cache import Variant
 from trainfuse.runtime.fallback import Failure, Stage
 from trainfuse.runtime.foreach_launch import ForeachLauncher
 from trainfuse.runtime.gate import Gate
-from trainfuse.runtime.launch import INTERPRETER
 
 if TYPE_CHECKING:
     from trainfuse.capture.optimizers import Bucket, UpdateHandle, UpdateTemplate
@@ -46,9 +45,7 @@ class UpdateCall:
         self, name: str, node: fx.Node, handle: UpdateHandle, options: RuntimeOptions
     ) -> None:
         self.name, self.node, self.handle, self._options = name, node, handle, options
-        self.by_torch = options.backend == "eager" or (
-            options.backend == "inductor" and options.arch == INTERPRETER
-        )
+        self.by_torch = options.updates_by_torch
         self.indices: list[int] = []
         self.buckets: list[BucketCall] = []
 

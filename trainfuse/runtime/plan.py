@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor, fx
 
+from autodiff import ops
 from autodiff.graph import TrainingGraph
 from trainfuse.errors import CudaGraphUnavailable
 from trainfuse.log import get_logger
@@ -69,7 +70,7 @@ class Plan:
         self._replay: Replay | None = None
         self._state_addresses: tuple[int, ...] = ()
         self.stats = PlanStats()
-        reason = no_graph_because or ("it is off" if cuda_graph == "off" else why_not(tg))
+        reason = no_graph_because or ("it is off" if cuda_graph == "off" else self._why_not())
         self.cuda_graph = GraphState(False, reason or "not captured yet")
         self._wanted = reason is None
         if reason is not None:
@@ -116,6 +117,12 @@ class Plan:
     def close(self) -> None:
         """Free the CUDA graph and its memory."""
         self._drop_replay()
+
+    def _why_not(self) -> str | None:
+        effects = any(ops.lookup(node.target).kind == "effect" for node in self.tg.nodes())
+        if effects and self.options.updates_by_torch:
+            return "the optimizer's own step runs on the host"
+        return why_not(self.tg)
 
     def _build(self) -> Program:
         return build_program(self.tg, self._plan, self._kernels, self._handles, self.options)

@@ -40,7 +40,8 @@ _numbers = itertools.count(1)
 class RuntimeOptions:
     """What a plan was built with; settings are read before, never while it runs.
 
-    arch: "sm_90" and the like, or "interpreter". cache: where kernels live. gate: None trusts
+    arch: "sm_90" and the like, or "interpreter". cache: where kernels live; without one there are
+    none, and optimizers take torch's own step. gate: None trusts
     every kernel. boundary: what failed so far. repro_folder: None for a temporary one.
     """
 
@@ -50,6 +51,11 @@ class RuntimeOptions:
     gate: Gate | None = None
     boundary: Boundary = field(default_factory=Boundary)
     repro_folder: Path | None = None
+
+    @property
+    def updates_by_torch(self) -> bool:
+        """Whether optimizers take their own step: the eager reference, or no kernels to be had."""
+        return self.backend == "eager" or self.cache is None
 
 
 class Program:

@@ -38,12 +38,11 @@ class Worker:
         ready, _, _ = select.select([process.stdout], [], [], timeout_s)
         line = process.stdout.readline() if ready else ""
         if not line:
-            code = process.poll()
             self.close()
             return (
-                f"compiling took longer than {timeout_s:g} s"
-                if not ready
-                else f"the compiler process died (exit status {code})"
+                f"the compiler process died (exit status {process.returncode})"
+                if ready
+                else f"compiling took longer than {timeout_s:g} s"
             )
         error = json.loads(line)["error"]
         if error is not None:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
+
+Tensors = Mapping[str, torch.Tensor | None]
 
 # Below this many elements one tensor's error is too few samples: see `judge`.
 SMALL_TENSOR = 1000
@@ -115,25 +117,40 @@ def _meta(x: torch.Tensor | None) -> str:
     return "None" if x is None else f"{tuple(x.shape)} {x.dtype}"
 
 
+def relative_errors(eager: Tensors, fp64: Tensors) -> list[float]:
+    """Eager's error over the reference's size, of every floating tensor that isn't nearly zero."""
+    sizes = _sizes(fp64)
+    least = 1e-6 * max(sizes.values(), default=0.0)
+    return [
+        rmse(eager[n], fp64[n]) / size
+        for n, size in sizes.items()
+        if size > least and eager[n] is not None
+    ]
+
+
+def _sizes(fp64: Tensors) -> dict[str, float]:
+    return {n: rms(t) for n, t in fp64.items() if t is not None and t.is_floating_point()}
+
+
 def judge(
-    ours: Mapping[str, torch.Tensor | None],
-    eager: Mapping[str, torch.Tensor | None],
-    fp64: Mapping[str, torch.Tensor | None],
+    ours: Tensors,
+    eager: Tensors,
+    fp64: Tensors,
     *,
     k: float = 2.0,
     step: int = 0,
+    usual: Sequence[float] = (),
 ) -> tuple[TensorError, ...]:
     """Errors of three runs' tensors, by name.
 
-    A tensor of fewer than SMALL_TENSOR elements may have been lucky in eager: it is measured
-    against eager's median relative error of the comparison where that is larger.
+    A tensor of fewer than SMALL_TENSOR elements (a loss, a bias) may have been lucky in eager: it
+    is measured against eager's median relative error where that is larger, of `usual` if given,
+    else of these tensors.
     """
     assert ours.keys() == eager.keys() == fp64.keys(), "the runs gave different tensors"
-    floating = [n for n, t in fp64.items() if t is not None and t.is_floating_point()]
-    sizes = {n: rms(fp64[n]) for n in floating}
+    sizes = _sizes(fp64)
     scale = max(sizes.values(), default=0.0)
-    eager_error = {n: rmse(eager[n], fp64[n]) for n in floating if eager[n] is not None}
-    relative = [e / sizes[n] for n, e in eager_error.items() if sizes[n] > 1e-6 * scale]
+    relative = usual or relative_errors(eager, fp64)
     typical = statistics.median(relative) if relative else 0.0
 
     errors = []
@@ -148,11 +165,11 @@ def judge(
             same = torch.equal(mine, theirs)
             errors.append(TensorError(name, step, 0.0, 0.0, 0.0 if same else math.inf, "exact"))
         else:
-            allowed = eager_error[name]
+            allowed = own = rmse(theirs, fp64[name])
             if theirs.numel() < SMALL_TENSOR:
                 allowed = max(allowed, typical * sizes[name])
             allowed += _floor(theirs.dtype, sizes[name], scale) / k
             error = rmse(mine, fp64[name], theirs)
             ratio = error / allowed if allowed else (0.0 if error == 0 else math.inf)
-            errors.append(TensorError(name, step, error, eager_error[name], ratio))
+            errors.append(TensorError(name, step, error, own, ratio))
     return tuple(errors)

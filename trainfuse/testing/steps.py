@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from trainfuse.settings import settings
-from trainfuse.testing.compare import GradientReport, TensorError, judge
+from trainfuse.testing.compare import GradientReport, TensorError, judge, relative_errors
 from trainfuse.testing.reference import double_precision, fused_masks
 from trainfuse.testing.trees import map_tensors, tensors
 
@@ -126,9 +126,11 @@ def gradient_report(
     eager = step_gradients(make, None, steps=steps, seed=seed, rng=rng)
     fp64 = step_gradients(make, None, steps=steps, dtype=torch.float64, seed=seed, rng=rng)
     ours = step_gradients(make, compile_fn, steps=steps, seed=seed)
+    parts = ("outputs", "gradients", "buffers")
     errors: list[TensorError] = []
     for i in range(steps):
-        for part in ("outputs", "gradients", "buffers"):
-            runs = (getattr(trace, part)[i] for trace in (ours, eager, fp64))
-            errors += judge(*runs, k=k, step=i)
+        runs = {p: [getattr(trace, p)[i] for trace in (ours, eager, fp64)] for p in parts}
+        usual = [e for _, theirs, exact in runs.values() for e in relative_errors(theirs, exact)]
+        for three in runs.values():
+            errors += judge(*three, k=k, step=i, usual=usual)
     return GradientReport(tuple(errors), k, eager.moved)

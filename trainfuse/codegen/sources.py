@@ -1,0 +1,136 @@
+"""Values that no operand gives: constants, ranges, random masks."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import fx
+
+from autodiff.ops import op_name
+from trainfuse.codegen.ir import Map, Random
+from trainfuse.codegen.op_text import Unsupported
+from trainfuse.codegen.scalars import TRITON_TYPE, compute_dtype, literal
+from trainfuse.codegen.scope import Value
+from trainfuse.codegen.tile import axis_strides, row_major, run_terms
+from trainfuse.fusion.domains import argument
+
+if TYPE_CHECKING:
+    from trainfuse.codegen.builder import Builder
+
+
+def create(builder: Builder, node: fx.Node) -> Value:
+    """Constants and ranges."""
+    dtype = node.meta["val"].dtype
+    if dtype not in TRITON_TYPE:
+        raise Unsupported(node, f"{dtype} has no kernels")
+    held = compute_dtype(dtype)
+    name = op_name(node.target)
+    constant = _constant(node, name)
+    if constant is not None:
+        names, depth = builder.define(node, frozenset(), ())
+        text = literal(constant, held)
+        text = text[1:-1] if text.startswith("(") else text
+        full = text if held == torch.bool else f"tl.full([], {text}, {TRITON_TYPE[held]})"
+        builder.scopes[depth].body.append(Map(names[0], full, name))
+        return builder.put(node, Value(tuple(names), frozenset(), depth, held))
+    start, step = _range(node, name)
+    strides = axis_strides(builder.domain.axes[node], (1,), builder.domain.sizes)
+    deps = builder.dependences(strides)
+    names, depth = builder.define(node, deps, ())
+    for index, target in enumerate(names):
+        text = builder.offset(strides, index)
+        text = f"({text})" if step == 1 else f"({text}) * {step}"
+        text = f"({text} + {start})" if start else text
+        if not deps:
+            text = f"tl.full([], {start}, tl.int64)"
+        builder.scopes[depth].body.append(Map(target, f"{text}.to({TRITON_TYPE[held]})", name))
+    return builder.put(node, Value(tuple(names), deps, depth, held))
+
+
+def random(builder: Builder, node: fx.Node) -> Value:
+    """trainfuse.keep_mask: by fours where the flat index runs along the tile's inner axis."""
+    seed = builder.value(node.args[0])  # type: ignore[arg-type]  # the seed tensor
+    offset, p = argument(node, "offset"), argument(node, "p")
+    shape = row_major(node.meta["val"].shape)
+    strides = axis_strides(builder.domain.axes[node], shape, builder.domain.sizes)
+    deps = builder.dependences(strides)
+    names, depth = builder.define(node, deps, (seed,))
+    for index, name in enumerate(names):
+        quads = quads(builder, strides, deps, index)
+        function = "lib.keep"
+        if quads:
+            function = "lib.keep_vector" if builder.rank == 1 else "lib.keep_rows"
+        text = quads or builder.offset(strides, index)
+        if not deps:
+            text = "tl.zeros((1,), tl.int32)"
+        builder.scopes[depth].body.append(
+            Random(
+                name,
+                f"{function}({seed.names[0]}, {offset & 0xFFFFFFFF}, {text}, {p!r})",
+                op_name(node.target),
+            )
+        )
+    return builder.put(node, Value(tuple(names), deps, depth, torch.bool))
+
+
+def quads(builder: Builder, strides: dict[int, int], deps: frozenset[str], index: int) -> str:
+    """Flat positions / 4 of the tile's groups of four neighbours; "" when it has none."""
+    inner = max(
+        (axis for axis in builder.tile.values() if axis.position is not None),
+        key=lambda axis: axis.position or 0,
+    )
+    segment = builder.segment(inner.name, index)
+    blocks = [axis.name for axis in builder.tile.values() if axis.position is not None]
+    terms = run_terms(inner.axes, "i", strides, builder.domain.sizes, {})
+    if terms != ["i"] or segment.width % 4 or segment.quad is None:
+        return ""
+    if not frozenset(blocks) <= deps and builder.rank > 1:
+        return ""
+    others = {axis: step for axis, step in strides.items() if axis not in inner.axes}
+    if any(step % 4 for step in others.values()):
+        return ""
+    quarter = {axis: step // 4 for axis, step in others.items()}
+    rest = [
+        term
+        for axis in builder.tile.values()
+        if axis is not inner
+        for term in run_terms(
+            axis.axes, builder.segment(axis.name, index).index, quarter, builder.domain.sizes, {}
+        )
+    ]
+    lanes = f"tl.arange(0, {segment.width // 4})"
+    if builder.rank > 1:
+        lanes += "[None, :]"
+    if segment.quad != "0":
+        rest.append(segment.quad)
+    return " + ".join([*rest, lanes])
+
+
+def _constant(node: fx.Node, name: str) -> Any:
+    """The number that a creation fills with; None for a range."""
+    base = name.split(".")[1]
+    if base in ("zeros", "zeros_like", "new_zeros"):
+        return 0
+    if base in ("ones", "ones_like", "new_ones"):
+        return 1
+    if base in ("full", "full_like", "new_full"):
+        value = argument(node, "fill_value")
+    elif base == "scalar_tensor":
+        value = argument(node, "s")
+    elif base in ("arange", "iota"):
+        return None
+    else:
+        raise Unsupported(node, "this creation has no code")
+    if not isinstance(value, bool | int | float):
+        raise Unsupported(node, "it fills with a value that is no number")
+    return value
+
+
+def _range(node: fx.Node, name: str) -> tuple[Any, Any]:
+    """(start, step) of an arange or iota."""
+    start, step = argument(node, "start"), argument(node, "step")
+    start, step = 0 if start is None else start, 1 if step is None else step
+    if not isinstance(start, int) or not isinstance(step, int):
+        raise Unsupported(node, "a range of floating steps has no code")
+    return start, step
