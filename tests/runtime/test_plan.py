@@ -59,7 +59,8 @@ class Setup:
         self.reference = OPTIMIZERS[name](self.eager)
         self.handle = handle_for(self.optimizer)
         tg = update_graph(self.handle, self.params)
-        self.options = RuntimeOptions(backend, cache=KernelCache(None), gate=Gate(), **kwargs)
+        cache = KernelCache(None) if backend == "triton" else None
+        self.options = RuntimeOptions(backend, cache=cache, gate=Gate(), **kwargs)
         self.plan = Plan(tg, plan_of(tg), {}, {self.handle.id: self.handle}, self.options)
 
     def step(self) -> None:
@@ -250,6 +251,11 @@ def test_a_cpu_step_says_why_it_has_no_cuda_graph() -> None:
         Plan(tg, None, {}, {}, RuntimeOptions("eager"), cuda_graph="require")
     off = Plan(tg, None, {}, {}, RuntimeOptions("eager"), no_graph_because="regions run ungraphed")
     assert off.cuda_graph.reason == "regions run ungraphed"
+
+
+def test_a_step_on_the_host_keeps_the_cuda_graph_away() -> None:
+    plan = Setup("adamw", "eager").plan
+    assert plan.cuda_graph.reason == "the optimizer's own step runs on the host"
 
 
 def block(x: Tensor, w: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -1,0 +1,218 @@
+"""Launches and CUDA graph replay: what only a GPU can show."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from autodiff.graph import InputKind, TrainingGraph
+from tests.runtime.graphs import cloned, flat_kernel, group_of, plan_of, trace
+from trainfuse.capture.optimizers import handle_for
+from trainfuse.runtime.cache import KernelCache
+from trainfuse.runtime.gate import Gate
+from trainfuse.runtime.plan import Plan
+from trainfuse.runtime.program import RuntimeOptions
+
+SHAPES = ((), (3, 5), (1500,), (70, 90))
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> KernelCache:
+    folder = tmp_path_factory.mktemp("kernels")
+    folder.chmod(0o700)
+    return KernelCache(folder)
+
+
+def triton(cache: KernelCache) -> RuntimeOptions:
+    major, minor = torch.cuda.get_device_capability()
+    return RuntimeOptions("triton", arch=f"sm_{major}{minor}", cache=cache, gate=Gate())
+
+
+def rand(*shape: int) -> Tensor:
+    return torch.randn(shape, device="cuda")
+
+
+def fused(mutates: tuple[int, ...] = (), size: int = 5000):
+    """exp(x) + y as one hand-written kernel."""
+    args = [rand(size), rand(size)]
+    tg = trace(lambda x, y: torch.exp(x) + y, args, mutates=mutates)
+    group = group_of(tg, "forward_0", tg.nodes())
+    kernel = flat_kernel(group, ["t0 = tl.exp(in0) + in1"])
+    return args, (tg, plan_of(tg, group), {"forward_0": kernel}, {})
+
+
+def test_a_kernel_launches_and_passes_the_gate(cache: KernelCache) -> None:
+    args, parts = fused()
+    plan = Plan(*parts, triton(cache), cuda_graph="off")
+    for _ in range(2):
+        torch.testing.assert_close(plan(cloned(args)), [torch.exp(args[0]) + args[1]])
+    assert not plan.failures
+
+
+def test_unaligned_inputs_take_the_unaligned_variant(cache: KernelCache) -> None:
+    args, parts = fused()
+    plan = Plan(*parts, triton(cache), cuda_graph="off")
+    plan(cloned(args))
+    before = cache.stats.compiled
+    shifted = [torch.cat([a[:1], a])[1:] for a in args]
+    assert all(a.data_ptr() % 16 == 4 for a in shifted)
+    torch.testing.assert_close(plan(shifted), [torch.exp(args[0]) + args[1]])
+    assert cache.stats.compiled == before + 1
+
+
+def test_replay_follows_its_inputs_and_kept_outputs_stay(cache: KernelCache) -> None:
+    _, parts = fused()
+    plan = Plan(*parts, triton(cache), cuda_graph="require")
+    kept, expected = [], []
+    for _ in range(5):
+        fresh = [rand(5000), rand(5000)]
+        kept += plan(list(fresh))
+        expected.append(torch.exp(fresh[0]) + fresh[1])
+    torch.testing.assert_close(kept, expected)
+    assert plan.cuda_graph.used
+    assert (plan.stats.captures, plan.stats.replays) == (1, 4)
+
+
+def test_a_mutated_input_of_the_user_is_written_back(cache: KernelCache) -> None:
+    _, parts = fused(mutates=(1,))
+    plan = Plan(*parts, triton(cache), cuda_graph="require")
+    for _ in range(4):
+        x, y = rand(5000), rand(5000)
+        expected = torch.exp(x) + y
+        plan([x, y])
+        torch.testing.assert_close(y, expected)
+
+
+class Training:
+    """The same step twice: ours with a CUDA graph, and eager."""
+
+    def __init__(self, options: RuntimeOptions) -> None:
+        self.params = [nn.Parameter(rand(*shape)) for shape in SHAPES]
+        self.eager = copy.deepcopy(self.params)
+        self.optimizer = torch.optim.AdamW(self.params, lr=0.01)
+        self.reference = torch.optim.AdamW(self.eager, lr=0.01)
+        self.handle = handle_for(self.optimizer)
+        tg = self._graph()
+        handles = {self.handle.id: self.handle}
+        self.plan = Plan(tg, plan_of(tg), {}, handles, options, cuda_graph="require")
+
+    def _graph(self) -> TrainingGraph:
+        def step(*args: Tensor) -> Tensor:
+            *ps, x = args
+            grads = [torch.cos(p) * x for p in ps]
+            torch.ops.trainfuse.update.default(ps, grads, self.handle.id)
+            return x * 2.0
+
+        kinds: list[InputKind] = ["parameter"] * len(SHAPES) + ["input"]
+        args = [p.detach().clone() for p in self.params] + [rand()]
+        return trace(step, args, kinds=kinds)
+
+    def step(self) -> None:
+        x = rand()
+        self.handle.before_step()
+        self.plan([*self.params, x])
+        for p in self.eager:
+            p.grad = torch.cos(p.detach()) * x
+        self.reference.step()
+
+    def check(self) -> None:
+        torch.testing.assert_close(list(self.params), list(self.eager), rtol=1e-4, atol=1e-5)
+        for p, q in zip(self.params, self.eager, strict=True):
+            assert self.optimizer.state[p]["step"] == self.reference.state[q]["step"]
+
+
+def test_updates_are_replayed_and_the_first_call_trains_once(cache: KernelCache) -> None:
+    training = Training(triton(cache))
+    for calls in range(1, 6):
+        training.step()
+        training.check()
+        assert training.plan.stats.replays == calls - 1
+    assert not training.plan.failures
+
+
+def test_lr_changes_without_a_new_graph(cache: KernelCache) -> None:
+    training = Training(triton(cache))
+    for lr in (0.1, 0.05, 0.01, 0.02):
+        for optimizer in (training.optimizer, training.reference):
+            optimizer.param_groups[0]["lr"] = lr
+        training.step()
+    training.check()
+    assert training.plan.stats.captures == 1
+
+
+def test_moved_parameters_and_replaced_state_are_captured_again(cache: KernelCache) -> None:
+    training = Training(triton(cache))
+    for _ in range(3):
+        training.step()
+    for optimizer in (training.optimizer, training.reference):
+        optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    training.step()
+    training.check()
+    training.params[1].data = training.params[1].data.clone()
+    for _ in range(2):
+        training.step()
+    training.check()
+    assert training.plan.stats.captures == 3
+
+
+def draw(x: Tensor) -> Tensor:
+    return x + torch.ops.aten.rand_like.default(x)
+
+
+def test_replays_draw_what_eager_draws() -> None:
+    x = rand(1000)
+    tg = trace(draw, [x])
+    results = []
+    for mode in ("off", "require"):
+        plan = Plan(tg, None, {}, {}, RuntimeOptions("eager"), cuda_graph=mode)  # type: ignore[arg-type]  # literals
+        torch.manual_seed(3)
+        results.append([plan([x])[0] for _ in range(5)])
+    torch.testing.assert_close(results[0], results[1], rtol=0, atol=0)
+    assert len({value.sum().item() for value in results[1]}) == 5
+
+
+def test_a_capture_that_fails_leaves_the_step_running(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = rand(1000)
+    plan = Plan(trace(draw, [x]), None, {}, {}, RuntimeOptions("eager"))
+    run = type(plan.program).__call__
+
+    def syncs(self: Any, args: list[Any]) -> list[Any]:
+        outputs = run(self, args)
+        outputs[0].sum().item()
+        return outputs
+
+    monkeypatch.setattr(type(plan.program), "__call__", syncs)
+    torch.manual_seed(3)
+    drawn = [plan([x])[0] for _ in range(3)]
+    torch.manual_seed(3)
+    expected = [draw(x) for _ in range(3)]
+    torch.testing.assert_close(drawn, expected, rtol=0, atol=0)
+    assert not plan.cuda_graph.used
+    assert "capture failed" in plan.cuda_graph.reason
+
+
+def test_plans_of_many_sizes_share_one_pool() -> None:
+    def deep(x: Tensor) -> Tensor:
+        for _ in range(4):
+            x = torch.sin(x) * 2.0
+        return x.sum()
+
+    torch.cuda.empty_cache()
+    start = torch.cuda.memory_reserved()
+    plans = []
+    mib = 1 << 18  # fp32 elements
+    for size in range(64, 8, -8):
+        x = rand(size * mib)
+        plan = Plan(trace(deep, [x]), None, {}, {}, RuntimeOptions("eager"), cuda_graph="require")
+        for _ in range(3):
+            torch.testing.assert_close(plan([x])[0], deep(x))
+        plans.append(plan)
+        del x
+    torch.cuda.empty_cache()
+    # each plan keeps its input buffer; temporaries of all of them live in the largest one's
+    buffers = sum(size << 20 for size in range(64, 8, -8))
+    assert torch.cuda.memory_reserved() - start < buffers + 3.5 * (64 << 20)
