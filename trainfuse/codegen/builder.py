@@ -213,11 +213,19 @@ class Builder:
         expression(node, note)
         operands = {operand: self.value(operand) for operand in used}
         deps = frozenset[str]().union(*(value.deps for value in operands.values()))
-        names, depth = self.define(node, deps, list(operands.values()))
-        for index, name in enumerate(names):
-            text = expression(node, lambda operand, i=index: self.text(operands[operand], i))
-            self.scopes[depth].body.append(Map(name, text, op_name(node.target)))
         dtype = compute_dtype(node.meta["val"].dtype)
+        texts = [
+            expression(node, lambda operand, i=index: self.text(operands[operand], i))
+            for index in range(self.segments(deps))
+        ]
+        if len(operands) == 1:
+            (source,) = operands.values()
+            if tuple(texts) == source.names and source.dtype == dtype:
+                # A cast to the type that the value is held in, or a clone: nothing to compute.
+                return self.put(node, source)
+        names, depth = self.define(node, deps, list(operands.values()))
+        for name, text in zip(names, texts, strict=True):
+            self.scopes[depth].body.append(Map(name, text, op_name(node.target)))
         return self.put(node, Value(tuple(names), deps, depth, dtype))
 
     def text(self, value: Value, index: int) -> str:

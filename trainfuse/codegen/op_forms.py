@@ -1,4 +1,4 @@
-"""Elementwise code whose text depends on types or options: functions that rows of the table name."""
+"""Elementwise code whose text depends on types or options: what rows of the table name."""
 
 from __future__ import annotations
 
@@ -24,6 +24,16 @@ def add(args: Args) -> str:
     if args.work == torch.bool:
         return f"{args['self']} | {args['other']}"
     return f"{args['self']} + {scaled(args, 'other')}"
+
+
+def sub(args: Args) -> str:
+    """self - alpha * other."""
+    return f"{args['self']} - {scaled(args, 'other')}"
+
+
+def rsub(args: Args) -> str:
+    """other - alpha * self."""
+    return f"{args['other']} - {scaled(args, 'self')}"
 
 
 def mul(args: Args) -> str:

@@ -19,6 +19,23 @@ if TYPE_CHECKING:
     from trainfuse.codegen.builder import Builder
 
 
+# What each creation fills with: a number, or the argument that says it; None for ranges.
+CREATIONS: dict[str, int | str | None] = {
+    "zeros": 0,
+    "zeros_like": 0,
+    "new_zeros": 0,
+    "ones": 1,
+    "ones_like": 1,
+    "new_ones": 1,
+    "full": "fill_value",
+    "full_like": "fill_value",
+    "new_full": "fill_value",
+    "scalar_tensor": "s",
+    "arange": None,
+    "iota": None,
+}
+
+
 def create(builder: Builder, node: fx.Node) -> Value:
     """Constants and ranges."""
     dtype = node.meta["val"].dtype
@@ -57,11 +74,11 @@ def random(builder: Builder, node: fx.Node) -> Value:
     deps = builder.dependences(strides)
     names, depth = builder.define(node, deps, (seed,))
     for index, name in enumerate(names):
-        quads = quads(builder, strides, deps, index)
+        fours = quads(builder, strides, deps, index)
         function = "lib.keep"
-        if quads:
+        if fours:
             function = "lib.keep_vector" if builder.rank == 1 else "lib.keep_rows"
-        text = quads or builder.offset(strides, index)
+        text = fours or builder.offset(strides, index)
         if not deps:
             text = "tl.zeros((1,), tl.int32)"
         builder.scopes[depth].body.append(
@@ -109,19 +126,12 @@ def quads(builder: Builder, strides: dict[int, int], deps: frozenset[str], index
 
 def _constant(node: fx.Node, name: str) -> Any:
     """The number that a creation fills with; None for a range."""
-    base = name.split(".")[1]
-    if base in ("zeros", "zeros_like", "new_zeros"):
-        return 0
-    if base in ("ones", "ones_like", "new_ones"):
-        return 1
-    if base in ("full", "full_like", "new_full"):
-        value = argument(node, "fill_value")
-    elif base == "scalar_tensor":
-        value = argument(node, "s")
-    elif base in ("arange", "iota"):
-        return None
-    else:
+    if name.split(".")[1] not in CREATIONS:
         raise Unsupported(node, "this creation has no code")
+    given = CREATIONS[name.split(".")[1]]
+    value = argument(node, given) if isinstance(given, str) else given
+    if value is None:
+        return None
     if not isinstance(value, bool | int | float):
         raise Unsupported(node, "it fills with a value that is no number")
     return value

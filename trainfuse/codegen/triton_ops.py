@@ -14,6 +14,7 @@ from autodiff.ops import op_name
 from trainfuse.codegen import op_forms as forms
 from trainfuse.codegen.op_text import Args, Read, Row, Unsupported, working_dtype
 from trainfuse.codegen.scalars import TRITON_TYPE
+from trainfuse.codegen.sources import CREATIONS
 
 __all__ = ["OPS", "Unsupported", "expression", "supported"]
 
@@ -33,8 +34,9 @@ def expression(node: fx.Node, read: Read) -> str:
 
 
 def supported(target: object) -> bool:
-    """Whether a pointwise op has code."""
-    return op_name(target).removesuffix(".default") in OPS
+    """Whether a pointwise op or a creation has code."""
+    name = op_name(target).removesuffix(".default")
+    return name in OPS or name.partition(".")[2].partition(".")[0] in CREATIONS
 
 
 def _compare(operator: str) -> Row:
@@ -67,16 +69,8 @@ OPS: dict[str, Row] = {
     **_overloads(
         {
             "add.Tensor|Scalar": Row(forms.add),
-            "sub.Tensor|Scalar": Row(
-                lambda args: f"{args['self']} - {forms.scaled(args, 'other')}"
-            ),
-            "rsub.Tensor|Scalar": Row(
-                lambda args: (
-                    f"{args['other']} - {args['self']}"
-                    if args.number("alpha") in (None, 1)
-                    else f"{args['other']} - {forms.scaled(args, 'self')}"
-                )
-            ),
+            "sub.Tensor|Scalar": Row(forms.sub),
+            "rsub.Tensor|Scalar": Row(forms.rsub),
             "mul.Tensor|Scalar": Row(forms.mul),
             "div.Tensor|Scalar": Row("{self} / {other}"),
             "div.Tensor_mode|Scalar_mode": Row(forms.div_mode),
