@@ -15,7 +15,7 @@ import autodiff.rng  # noqa: F401 -- registers keep_mask
 from autodiff.derive import cleanup, decompose
 from autodiff.graph import NodeFacts, TrainingGraph
 from autodiff.reference import run_graph
-from tests.autodiff.graphs import Builder, training_graph
+from tests.autodiff.training_graphs import Builder, training_graph
 from tests.fusion.helpers import check, forward_graph, run_plan, supports
 from trainfuse.fusion.cost import group_cost
 from trainfuse.fusion.grouping import plan_fusion
