@@ -47,7 +47,7 @@ class OpRow:
 
 _POINTWISE = """
 add.Tensor add.Scalar sub.Tensor sub.Scalar rsub.Tensor rsub.Scalar mul.Tensor mul.Scalar
-div.Tensor div.Scalar div.Tensor_mode div.Scalar_mode neg abs sign sgn square positive
+div.Tensor div.Scalar div.Tensor_mode div.Scalar_mode neg abs sign sgn square
 floor ceil round trunc frac fmod.Tensor fmod.Scalar remainder.Tensor remainder.Scalar
 remainder.Scalar_Tensor relu clamp clamp.Tensor clamp_min clamp_min.Tensor clamp_max
 clamp_max.Tensor minimum maximum fmin fmax where.self where.ScalarSelf where.ScalarOther

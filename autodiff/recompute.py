@@ -171,6 +171,16 @@ def _is_view(node: fx.Node) -> bool:
     return ops.lookup(node.target).kind == "view" and node.target is not operator.getitem
 
 
+def _carried(tg: TrainingGraph) -> set[fx.Node]:
+    """Later views of forward values that only hand them to the user: no backward reads them."""
+    found: set[fx.Node] = set()
+    for node in reversed(tg.nodes()):
+        if tg.phase(node) != "forward" and _is_view(node):
+            if all(user.op == "output" or user in found for user in node.users):
+                found.add(node)
+    return found
+
+
 class _Problem:
     """One graph's cut problem: built once, cut at several efforts."""
 
@@ -197,11 +207,15 @@ class _Problem:
             if node.op == "get_attr"
             or (node.op == "placeholder" and (static_inputs is None or node in static_inputs))
         }
+        carried = _carried(tg)
         self.needed = {
             node
             for node in self.forward
             if node in demanded
-            or any(user not in members and user.op != "output" for user in node.users)
+            or any(
+                user not in members and user.op != "output" and user not in carried
+                for user in node.users
+            )
         }
         self.members = members
         self.lasting = self._find_lasting()
@@ -361,6 +375,7 @@ def _must_recompute(node: fx.Node) -> bool:
 
 def _duplicate(tg: TrainingGraph, recomputed: Sequence[fx.Node]) -> TrainingGraph:
     edit = GraphEdit(tg)
+    carried = {edit.mapping[node] for node in _carried(tg)}
     rank = {node: i for i, node in enumerate(edit.graph.nodes)}
     anchor_of: dict[fx.Node, fx.Node] = {}
     front: dict[fx.Node, fx.Node] = {}
@@ -370,7 +385,9 @@ def _duplicate(tg: TrainingGraph, recomputed: Sequence[fx.Node]) -> TrainingGrap
         readers = [
             user
             for user in node.users
-            if user.op == "call_function" and edit.facts[user].phase != "forward"
+            if user.op == "call_function"
+            and edit.facts[user].phase != "forward"
+            and user not in carried
         ]
         if not readers:
             continue

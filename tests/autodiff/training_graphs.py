@@ -40,6 +40,7 @@ def training_graph(
 
     def joint(primals: list[torch.Tensor], cotangents: list[torch.Tensor]) -> list[torch.Tensor]:
         outputs = _tuple(fn(*primals))
+        returned = [out.detach() for out in outputs]
         proxy_mode = get_proxy_mode()
         assert proxy_mode is not None
         marks.append({node.name for node in proxy_mode.tracer.graph.nodes})
@@ -48,7 +49,7 @@ def training_graph(
         gradients = torch.autograd.grad(
             differentiable, [primals[i] for i in trainable], cotangents, allow_unused=True
         )
-        return [*(out.detach() for out in outputs), *gradients]
+        return [*returned, *gradients]
 
     with torch.fx.traceback.preserve_node_meta(), mode:
         gm = make_fx(joint, decomposition_table=table or {})(fakes, tangents)
@@ -62,6 +63,7 @@ def _tuple(value: Any) -> tuple[torch.Tensor, ...]:
 def _label(
     gm: fx.GraphModule, forward: set[str], num_args: int, trainable: Sequence[int], num_outputs: int
 ) -> TrainingGraph:
+    gm.graph.eliminate_dead_code()  # parts of tuples that are None have no value
     facts: dict[fx.Node, NodeFacts] = {}
     by_sequence: dict[int, str] = {}
     inputs: list[InputFact] = []

@@ -1,0 +1,137 @@
+"""Dropout masks: bit-identical with triton's Philox, pure functions of the seed, never saved."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+from training_graphs import training_graph
+
+from autodiff import rng
+from autodiff.recompute import plan_recompute
+from autodiff.reference import run_graph
+from autodiff.rng import functionalize_dropout
+from autodiff.verify import verify
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+keep_mask: Any = torch.ops.trainfuse.keep_mask
+
+
+@triton.jit
+def uniform_kernel(seed_ptr, out_ptr, offset, count, BLOCK: tl.constexpr):
+    index = tl.arange(0, BLOCK)
+    block = (index // 4).to(tl.uint32)
+    zero = block * 0
+    w0, w1, w2, w3 = tl.philox(tl.load(seed_ptr), block, zero + offset, zero, zero)
+    lane = index % 4
+    word = tl.where(lane == 0, w0, tl.where(lane == 1, w1, tl.where(lane == 2, w2, w3)))
+    tl.store(out_ptr + index, tl.uint_to_uniform_float(word), mask=index < count)
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2**63 - 1, -5, 123456789012345678])
+@pytest.mark.parametrize("offset", [0, 7])
+def test_same_bits_as_triton(seed: int, offset: int) -> None:
+    count = 1001  # not a multiple of 4: the last counter is used in part
+    seeds = torch.tensor([seed], device=DEVICE)
+    theirs = torch.empty(count, device=DEVICE)
+    uniform_kernel[(1,)](seeds, theirs, offset, count, BLOCK=1024)
+    block = torch.arange((count + 3) // 4, device=DEVICE)
+    zero = torch.zeros_like(block)
+    words = rng.philox(seeds, (block, zero + offset, zero, zero))
+    ours = rng.uniform(torch.stack(words, -1)).reshape(-1)[:count]
+    assert torch.equal(ours, theirs)
+    for p in (0.1, 0.5):
+        mask = keep_mask(seeds, offset, p, [count])
+        assert torch.equal(mask, theirs >= torch.tensor(p, dtype=torch.float32, device=DEVICE))
+
+
+def test_philox_known_answer() -> None:
+    # Random123's kat_vectors, philox4x32 10 rounds: zero counter and key, then all ones.
+    zero = torch.zeros(1, dtype=torch.int64)
+    words = [int(word) for word in rng.philox(zero, (zero, zero, zero, zero))]
+    assert words == [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]
+    ones = torch.full((1,), 0xFFFFFFFF)
+    words = [int(word) for word in rng.philox(torch.full((1,), -1), (ones, ones, ones, ones))]
+    assert words == [0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD]
+
+
+@pytest.mark.parametrize("p", [0.0, 0.15, 0.5, 0.85, 1.0])
+def test_drop_rate(p: float) -> None:
+    mask = keep_mask(torch.tensor([42]), 3, p, [500, 200])
+    rate = 1 - mask.float().mean().item()
+    assert abs(rate - p) < 0.01
+    assert p not in (0.0, 1.0) or rate == p
+
+
+def test_mask_depends_on_seed_and_draw_not_on_shape() -> None:
+    one, two = torch.tensor([1]), torch.tensor([2])
+    mask = keep_mask(one, 0, 0.5, [64, 8])
+    assert torch.equal(mask, keep_mask(one, 0, 0.5, [64, 8]))
+    assert torch.equal(mask.flatten(), keep_mask(one, 0, 0.5, [512]))
+    assert not torch.equal(mask, keep_mask(one, 1, 0.5, [64, 8]))
+    assert not torch.equal(mask, keep_mask(two, 0, 0.5, [64, 8]))
+    assert keep_mask(one, 0, 0.5, [0, 3]).shape == (0, 3)
+    assert keep_mask(one, 0, 0.5, []).shape == ()
+
+
+def test_seed_follows_the_default_generator() -> None:
+    like = torch.empty(1)
+    torch.manual_seed(7)
+    first, second = torch.ops.trainfuse.seed(like), torch.ops.trainfuse.seed(like)
+    torch.manual_seed(7)
+    assert torch.equal(first, torch.ops.trainfuse.seed(like))
+    assert not torch.equal(first, second)
+
+
+def test_operators_pass_torchs_own_checks() -> None:
+    checks = ("test_schema", "test_faketensor")
+    torch.library.opcheck(keep_mask.default, (torch.tensor([3]), 1, 0.5, [4, 5]), test_utils=checks)
+
+
+def two_dropouts(x: torch.Tensor, p: float) -> torch.Tensor:
+    y = torch.native_dropout(torch.sin(x), p, True)[0]
+    return torch.native_dropout(torch.exp(y), p, True)[0] * 3
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("p", [0.0, 0.3, 1.0])
+def test_backward_mask_is_the_forward_mask(p: float, dtype: torch.dtype) -> None:
+    x = torch.randn(40, 50, dtype=dtype)
+    traced = training_graph(lambda x: two_dropouts(x, p), [x], [0])
+    tg, report = plan_recompute(functionalize_dropout(traced))
+    verify(tg)
+    assert not any("keep_mask" in name for name in report.saved)
+    torch.manual_seed(0)
+    cotangent = torch.randn(40, 50, dtype=dtype)
+    output, gradient = run_graph(tg, [x, cotangent])
+    names = [node.name for node in tg.nodes() if "keep_mask" in node.name]
+    assert p in (0.0, 1.0) or len(names) == 4  # two forward, the same two again in the backward
+    torch.manual_seed(0)
+    torch.randn(40, 50, dtype=dtype)
+    seed = torch.ops.trainfuse.seed(x)
+    scale = 0.0 if p == 1 else 1 / (1 - p)
+    leaf = x.double().requires_grad_()
+    inner = torch.sin(leaf) * keep_mask(seed, 0, p, [40, 50]) * scale
+    wanted = torch.exp(inner) * keep_mask(seed, 1, p, [40, 50]) * scale * 3
+    (wanted_gradient,) = torch.autograd.grad(wanted, leaf, cotangent.double())
+    # Values only pass through six roundings; the masks are compared exactly, below.
+    tolerance = {"rtol": 32 * torch.finfo(dtype).eps, "atol": 8 * torch.finfo(dtype).eps}
+    torch.testing.assert_close(output.double(), wanted.detach(), **tolerance)
+    torch.testing.assert_close(gradient.double(), wanted_gradient, **tolerance)
+    # Zeros come from the mask alone, so equal zeros prove equal masks whatever the rounding.
+    assert torch.equal(output == 0, wanted == 0)
+    assert torch.equal(gradient == 0, wanted_gradient == 0)
+
+
+def test_dropped_infinity_is_nan_as_in_eager() -> None:
+    x = torch.full((64,), float("inf"))
+    tg = functionalize_dropout(
+        training_graph(lambda x: torch.native_dropout(x, 0.5, True)[0], [x], [0])
+    )
+    output, _ = run_graph(tg, [x, torch.ones(64)])
+    eager = torch.native_dropout(x, 0.5, True)[0]
+    assert output.isnan().any()
+    assert eager.isnan().any()
