@@ -19,6 +19,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, fx
@@ -125,8 +126,8 @@ def lower_foreach(
 def _sort(template: fx.GraphModule, roles: Sequence[str], written: Sequence[str]) -> _Template:
     placeholders = [node for node in template.graph.nodes if node.op == "placeholder"]
     inputs = dict(zip(roles, placeholders, strict=True))
-    results = template.graph.output_node().args[0]
-    outputs = dict(zip(written, results[: len(written)], strict=True))  # type: ignore[index]  # tuple
+    results: Any = template.graph.output_node().args[0]
+    outputs: dict[str, fx.Node] = dict(zip(written, results[: len(written)], strict=True))
     needed: set[fx.Node] = set()
     stack = list(outputs.values())
     while stack:
