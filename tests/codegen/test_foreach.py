@@ -323,6 +323,18 @@ def test_chunk_shrinks_until_the_gpu_is_full() -> None:
     assert chunk_for(600_000, 132) == 1024
 
 
+def test_the_interpreter_gets_one_big_block(tmp_path: Path) -> None:
+    chunk = chunk_for(600_000, 1)
+    kernel = lower_foreach(*trace(torch.optim.AdamW), chunk=chunk)
+    assert isinstance(kernel, ForeachKernel)
+    assert f"tl.arange(0, {chunk})" in kernel.source
+    params, grads = start((chunk + 5,), 1, torch.float32)
+    ours = run_ours(kernel, tmp_path, torch.optim.AdamW, params, grads, {})
+    eager = run_torch(torch.optim.AdamW, params, grads, torch.float32, {})
+    exact = run_torch(torch.optim.AdamW, params, grads, torch.float64, {})
+    assert_no_worse(ours, eager, exact, floor=2e-7)
+
+
 def test_only_tensors_of_one_dense_order_walk_together() -> None:
     param = torch.zeros(4, 6)
     assert walk_together({"param": param, "grad": param.clone(), "step": torch.zeros(())}) is None

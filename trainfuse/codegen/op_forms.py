@@ -47,7 +47,7 @@ def div_mode(args: Args) -> str:
         return "{self} / {other}".format_map(args)
     if mode == "floor":
         kind = "float" if args.floating else "int"
-        return f"lib.floor_divide_{kind}({args['self']}, {args['other']})"
+        return f"lib.floor_divide_{kind}({args['self']}, {args['other_tensor']})"
     if args.floating:
         return "libdevice.trunc({self} / {other})".format_map(args)
     return "{self} // {other}".format_map(args)
@@ -70,7 +70,7 @@ def pow_scalar(args: Args) -> str:
     """ATen's special exponents, then libdevice; integers by multiplication."""
     base, exponent = args["self"], args.number("exponent")
     if exponent == 0:
-        return f"{base} * 0 + 1" if not args.floating else f"tl.where({base} == {base}, 1.0, 1.0)"
+        return f"tl.full([], 1, {args['T']})"
     if exponent == 1:
         return base
     if exponent in (2, 3):
@@ -84,15 +84,13 @@ def pow_scalar(args: Args) -> str:
         return special[exponent].format(base)
     if exponent == -2:
         return f"1.0 / ({base} * {base})"
-    return f"libdevice.pow({base}, {base} * 0 + {literal(exponent, args.work)})"
+    return f"libdevice.pow({base}, {args['exponent_tensor']})"
 
 
 def pow_tensor(args: Args) -> str:
     if not args.floating:
         raise Unsupported(args.node, "integers raised to a tensor's power have no code")
-    base, exponent = args["self"], args["exponent"]
-    like = exponent if isinstance(argument(args.node, "exponent"), fx.Node) else base
-    return f"libdevice.pow({base} + {like} * 0, {exponent})"
+    return "libdevice.pow({self_tensor}, {exponent_tensor})".format_map(args)
 
 
 def convert(source: str) -> Callable[[Args], str]:
@@ -108,14 +106,6 @@ def convert(source: str) -> Callable[[Args], str]:
         return round_to(args.read(value), value.meta["val"].dtype, args.node.meta["val"].dtype)
 
     return code
-
-
-def fill(args: Args) -> str:
-    return f"tl.full([], {bare(args['value'])}, {args['T']})"
-
-
-def bare(text: str) -> str:
-    return text.strip("()") if text.replace("(", "").startswith("-") else text
 
 
 def nan_to_num(args: Args) -> str:
@@ -180,7 +170,7 @@ def logit(args: Args) -> str:
 def lerp(args: Args) -> str:
     """ATen's form: exact at both ends."""
     return (
-        "tl.where(tl.abs({weight} + {self} * 0) < 0.5, {self} + {weight} * ({end} - {self}), "
+        "tl.where(tl.abs({weight_tensor}) < 0.5, {self} + {weight} * ({end} - {self}), "
         "{end} - ({end} - {self}) * (1.0 - {weight}))"
     ).format_map(args)
 

@@ -49,6 +49,8 @@ class Args:
     def __getitem__(self, name: str) -> str:
         if name == "T":
             return TRITON_TYPE[self.work]
+        if name.endswith("_tensor"):
+            return self.tensor(name.removesuffix("_tensor"))
         value = argument(self.node, name)
         wanted = torch.bool if name in ("condition", "mask") else self.work
         if isinstance(value, fx.Node):
@@ -56,6 +58,14 @@ class Args:
         if isinstance(value, bool | int | float):
             return literal(value, wanted)
         raise Unsupported(self.node, f"its argument {name} is no tensor or number")
+
+    def tensor(self, name: str) -> str:
+        """An argument as a tensor, for functions that would take a number in fp32."""
+        if isinstance(argument(self.node, name), fx.Node):
+            return self[name]
+        text = self[name]
+        text = text[1:-1] if text.startswith("(") else text
+        return f"tl.full([], {text}, {TRITON_TYPE[self.work]})"
 
 
 Code = str | Callable[[Args], str]

@@ -88,11 +88,12 @@ OPS: dict[str, Row] = {
             "trunc": Row(forms.by_kind("libdevice.trunc({self})", "{self}")),
             "frac": Row("{self} - libdevice.trunc({self})"),
             "fmod.Tensor|Scalar": Row(
-                forms.by_kind("libdevice.fmod({self}, {other} + {self} * 0)", "{self} % {other}")
+                forms.by_kind("libdevice.fmod({self}, {other_tensor})", "{self} % {other}")
             ),
             "remainder.Tensor|Scalar|Scalar_Tensor": Row(
                 forms.by_kind(
-                    "lib.remainder_float({self}, {other})", "lib.remainder_int({self}, {other})"
+                    "lib.remainder_float({self_tensor}, {other_tensor})",
+                    "lib.remainder_int({self_tensor}, {other_tensor})",
                 )
             ),
             "relu": Row("lib.maximum({self}, 0)"),
@@ -116,9 +117,9 @@ OPS: dict[str, Row] = {
             "clone": Row("{self}"),
             "_to_copy": Row(forms.convert("self")),
             "copy": Row(forms.convert("src")),
-            "fill.Scalar": Row(forms.fill),
+            "fill.Scalar": Row("{value_tensor}"),
             "fill.Tensor": Row(forms.convert("value")),
-            "copysign.Tensor|Scalar": Row("libdevice.copysign({self}, {other} + {self} * 0)"),
+            "copysign.Tensor|Scalar": Row("libdevice.copysign({self}, {other_tensor})"),
             "eq.Tensor|Scalar": _compare("=="),
             "ne.Tensor|Scalar": _compare("!="),
             "lt.Tensor|Scalar": _compare("<"),
