@@ -17,6 +17,10 @@ from rich.text import Text
 
 from autodiff.graph import PHASES, Refusal
 
+_RUN_BY = {
+    "inductor": "it compiles each phase's graph whole; the groups are what Triton would run",
+    "eager": "ATen runs every node; the groups are what Triton would run",
+}
 _PHASE_STYLE = {"forward": "green", "backward": "magenta", "update": "cyan"}
 
 
@@ -118,7 +122,7 @@ class Explanation:
         for label, value in (
             ("captured as", self.capture.replace("_", " ") + _because(self.capture_reason)),
             ("graphs", f"{self.graph_count}, breaks: {self.graph_break_count}"),
-            ("backend", self.backend),
+            ("backend", self.backend + _because(_RUN_BY.get(self.backend, ""))),
             ("CUDA graph", self.cuda_graph),
             ("subgraphs", _subgraph_line(self.subgraphs)),
         ):
@@ -177,20 +181,25 @@ def _more(table: Table, shown: int, total: int) -> Table:
 
 
 def _group_table(groups: Sequence[GroupRow], limit: int | None) -> Table:
-    table = _table(
-        "fused", ("group", "schedule", "operators", "from", "bytes", "kernel"), ("bytes",)
-    )
-    rows = groups[:limit]
-    for group in rows:
+    columns = ("group", "times", "schedule", "operators", "from", "bytes", "kernel")
+    table = _table("fused", columns, ("times", "bytes"))
+    alike: dict[tuple[Any, ...], list[GroupRow]] = {}
+    for group in groups:
+        same = (group.phase, group.kernel or op_summary(group.nodes), group.bytes)
+        alike.setdefault(same, []).append(group)
+    rows = list(alike.values())[:limit]
+    for members in rows:
+        first = members[0]
         table.add_row(
-            Text(group.name, style=_PHASE_STYLE.get(group.phase, "")),
-            group.schedule,
-            op_summary(group.nodes),
-            line_summary(group.nodes),
-            human_bytes(group.bytes),
-            (group.kernel or "-")[:10],
+            Text(first.name, style=_PHASE_STYLE.get(first.phase, "")),
+            str(len(members)),
+            first.schedule,
+            op_summary(first.nodes),
+            line_summary([node for group in members for node in group.nodes]),
+            human_bytes(first.bytes),
+            (first.kernel or "-")[:8],
         )
-    return _more(table, len(rows), len(groups))
+    return _more(table, len(rows), len(alike))
 
 
 def _aten_table(nodes: Sequence[NodeRow], limit: int | None) -> Table:
@@ -201,7 +210,8 @@ def _aten_table(nodes: Sequence[NodeRow], limit: int | None) -> Table:
     rows = list(found.items())[:limit]
     for (phase, op), members in rows:
         style = _PHASE_STYLE.get(phase, "")
-        table.add_row(Text(phase, style=style), op, str(len(members)), line_summary(members))
+        name = op.removesuffix(".default")
+        table.add_row(Text(phase, style=style), name, str(len(members)), line_summary(members))
     return _more(table, len(rows), len(found))
 
 
@@ -214,13 +224,14 @@ def _refusal_table(refusals: Sequence[Refusal], limit: int | None) -> Table:
     rows = list(counts.items())[:limit]
     for (stage, reason), times in rows:
         example = first[stage, reason]
-        table.add_row(stage, reason, str(times), example.node or "-", example.where or "-")
+        node = example.node.partition(":")[0] or "-"
+        table.add_row(stage, reason, str(times), node, example.where or "-")
     return _more(table, len(rows), len(counts))
 
 
 def op_summary(nodes: Sequence[NodeRow], most: int = 8) -> str:
-    """`mul, add x3, rsqrt`: operators in order of first use, with their counts."""
-    counts = Counter(short_op(node.op) for node in nodes)
+    """`mul, add x3, rsqrt`: operators in order of first use, with their counts, getitem aside."""
+    counts = Counter(short_op(node.op) for node in nodes if node.op != "getitem")
     words = [op if times == 1 else f"{op} x{times}" for op, times in counts.items()]
     return ", ".join(words[:most]) + (f", +{len(words) - most}" if len(words) > most else "")
 
