@@ -65,7 +65,8 @@ def test_a_faulty_kernel_is_quarantined_with_eagers_result(
     plan = Plan(*parts, options(tmp_path))
     for _ in range(3):
         given = cloned(args)
-        results = plan(given) or [given[1]]
+        buffer = given[1]
+        results = plan(given) or [buffer]
         torch.testing.assert_close(results, run_graph(parts[0], args), rtol=0, atol=0)
     warnings = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
     assert len(warnings) == 1
@@ -132,6 +133,27 @@ def test_rounding_is_no_mismatch(dtype: torch.dtype) -> None:
     native = exact.to(dtype)
     ours = (exact * (1 + torch.finfo(dtype).eps / 2)).to(dtype)
     assert mismatch(ours, native, exact, 2.0) is None
+
+
+def test_large_results_are_compared_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trainfuse.runtime.gate._PIECE", 100)
+    exact = torch.randn(30, 31, dtype=torch.float64).t()
+    native = exact.float()
+    ours = native.clone()
+    assert mismatch(ours, native, exact, 2.0) is None
+    ours[17, 11] += 0.1
+    assert "largest error" in str(mismatch(ours, native, exact, 2.0))
+    ours[17, 11] = float("nan")
+    assert "NaN" in str(mismatch(ours, native, exact, 2.0))
+
+
+def test_running_out_of_memory_blames_no_kernel(tmp_path: Path) -> None:
+    def full() -> None:
+        raise torch.OutOfMemoryError("planted")
+
+    with pytest.raises(torch.OutOfMemoryError):
+        Boundary().attempt(full, "launch")
+    assert Boundary().attempt(full, "cuda_graph") == "out of memory"
 
 
 def test_small_values_beside_an_outlier_are_seen() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import keyword
 import operator
+import re
 import textwrap
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -116,6 +117,11 @@ class Printer(Expressions):
         super().__init__(tg.gm, Namer(set(RESERVED | callables.keys())), dict(callables))
         self.tg = tg
         self.plan = plan
+        for fact, node in zip(tg.inputs, tg.graph.find_nodes(op="placeholder"), strict=True):
+            if fact.target is not None:
+                name = re.sub(r"\W", "_", fact.target)
+                name = name if name.isidentifier() else f"p_{name}"
+                self.namer.names[node] = self.namer.fresh(name)
         self._kept = {n: self.namer.fresh(f"{self.name(n)}_kept") for n in plan.kept}
 
     def render(self) -> str:
@@ -159,9 +165,9 @@ class Printer(Expressions):
             case "group":
                 return self._launch(step)
             case "graph":
-                results = "".join(f"{self.namer[n]}, " for n in step.writes)
-                call = _wrapped(f"    {results}= {step.name}(", [self.name(n) for n in step.reads])
-                return call
+                call = _wrapped(f"    {step.name}(", [self.name(n) for n in step.reads])
+                results = _wrapped("    (", [self.namer[n] for n in step.writes], ",) = ")
+                return [*results[:-1], results[-1] + call[0].lstrip(), *call[1:]]
             case "update":
                 assert step.node is not None
                 arguments = [self.value(a) for a in step.node.args[:2]]
@@ -223,4 +229,6 @@ def _wrapped(start: str, parts: list[str], end: str = ")", bare: bool = False) -
     ).split("\n")
     if bare:
         return [f"{start.rstrip()} (", *body, "    )"]
-    return [start, *body, f"    {end.lstrip(',')}" if end == ")" else f"    {end}"]
+    if end.startswith(","):
+        body[-1] += ","
+    return [start, *body, f"    {end.removeprefix(',')}"]

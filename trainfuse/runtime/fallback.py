@@ -10,6 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal, TypeVar
 
+import torch
+
 from trainfuse.errors import FusionError
 from trainfuse.log import get_logger
 
@@ -51,9 +53,17 @@ class Boundary:
     failures: dict[str, Failure] = field(default_factory=dict)
 
     def attempt(self, action: Callable[[], T], stage: Stage) -> T | str:
-        """The action's result, or one line on what it raised."""
+        """The action's result, or one line on what it raised.
+
+        Running out of memory is no fault of a kernel and is raised, but for a graph's capture.
+        """
         try:
             return action()
+        except torch.OutOfMemoryError:
+            if stage != "cuda_graph":
+                raise
+            _log.info("%s failed", stage, exc_info=True)
+            return "out of memory"
         except Exception as error:
             _log.info("%s failed", stage, exc_info=True)
             return f"{type(error).__name__}: {first_line(str(error))}"

@@ -90,8 +90,11 @@ class UpdateCall:
             bucket.refresh(params)
 
     def addresses(self) -> tuple[int, ...]:
-        """Addresses of all state that a captured graph would have baked in."""
-        return tuple(t.data_ptr() for t in self.state())
+        """Addresses of the state that a captured graph would have baked in.
+
+        Steps are one tensor a device and lr one a group: the first parameter's stand for all.
+        """
+        return tuple(a for bucket in self.buckets for a in bucket.addresses())
 
     def after(self) -> None:
         """Bring the host's view of the step up to date; after each execution or replay."""
@@ -129,6 +132,16 @@ class BucketCall:
         handle, indices = self.call.handle, self.call.indices
         roles = [r for r in self.template.roles if r not in ("param", "grad")]
         return [handle.tensor(indices[p], role) for p in self.positions for role in roles]
+
+    def addresses(self) -> list[int]:
+        """Addresses of the state: of every parameter, but of 0-d roles only the first's."""
+        handle, indices, inputs = self.call.handle, self.call.indices, _parts(self.template)[1]
+        found = []
+        for role, node in inputs.items():
+            if role not in ("param", "grad"):
+                positions = self.positions if node.meta["val"].dim() else self.positions[:1]
+                found += [handle.tensor(indices[p], role).data_ptr() for p in positions]
+        return found
 
     # -- making the kernel --------------------------------------------------------------------
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 _log = get_logger("gate")
 _WRONG_FRACTION = 1e-3
 """Share of integer or boolean elements that may differ where fp64 itself decides otherwise."""
+_EXACT = torch.float64
+_PIECE = 1 << 24
 _EPSILON = {
     torch.float64: 1e-12,
     torch.float32: 2e-6,
@@ -55,11 +57,7 @@ class Gate:
         """
         with torch.no_grad():
             try:
-                native = run_nodes(nodes, env)
-                kept = [_own(native[n], env.values()) for n in outputs]
-                del native
-                exact = run_nodes(nodes, env, dtype=torch.float64)
-                return References(kept, [_own(exact[n], env.values()) for n in outputs])
+                return References(_run(nodes, env, outputs), _run(nodes, env, outputs, _EXACT))
             except torch.OutOfMemoryError:
                 _log.warning("a kernel was not gated: no memory for its reference")
                 return None
@@ -78,9 +76,24 @@ def group_environment(group: FusionGroup, inputs: Sequence[Tensor]) -> dict[fx.N
     return dict(zip(group.inputs, inputs, strict=True))
 
 
-def _own(value: Tensor, inputs: Iterable[Tensor]) -> Tensor:
-    shared = {t.untyped_storage().data_ptr() for t in inputs if isinstance(t, Tensor)}
-    return value.clone() if value.untyped_storage().data_ptr() in shared else value
+def _run(
+    nodes: Sequence[fx.Node],
+    env: Mapping[fx.Node, Tensor],
+    outputs: Sequence[fx.Node],
+    dtype: torch.dtype | None = None,
+) -> list[Tensor]:
+    """The outputs by ATen, in memory of their own; intermediates go after their last reader."""
+    last = {read: i for i, node in enumerate(nodes) for read in node.all_input_nodes}
+    shared = {t.untyped_storage().data_ptr() for t in env.values() if isinstance(t, Tensor)}
+    values: dict[fx.Node, Tensor] = dict(env)
+    for i, node in enumerate(nodes):
+        reads = {read: values[read] for read in node.all_input_nodes}
+        values[node] = run_nodes([node], reads, dtype=dtype)[node]
+        for read in reads:
+            if last[read] == i and read not in outputs:
+                del values[read]
+    results = [values[node] for node in outputs]
+    return [t.clone() if t.untyped_storage().data_ptr() in shared else t for t in results]
 
 
 def mismatch(ours: Tensor, native: Tensor, exact: Tensor, factor: float) -> str | None:
@@ -88,38 +101,55 @@ def mismatch(ours: Tensor, native: Tensor, exact: Tensor, factor: float) -> str 
 
     Three norms, as each is blind to something: the largest error (spread errors), the root mean
     square (a single wrong element), and the mean relative error (small values beside an outlier).
+    Works in pieces, so that no fp64 copy of a large result is made.
     """
     if ours.shape != native.shape or ours.dtype != native.dtype:
         return f"{ours.dtype} {tuple(ours.shape)} for {native.dtype} {tuple(native.shape)}"
     if ours.numel() == 0:
         return None
+    if ours.is_complex():
+        ours, native, exact = (torch.view_as_real(t.resolve_conj()) for t in (ours, native, exact))
+    pieces = list(zip(*(t.reshape(-1).split(_PIECE) for t in (ours, native, exact)), strict=True))
     if not ours.dtype.is_floating_point:
-        return _wrong_elements(ours, native, exact, factor)
-    o, n, r = ours.double(), native.double(), exact.double()
-    if (where := _wrong_specials(o, n, r)) is not None:
-        return where
-    finite = o.isfinite() & n.isfinite() & r.isfinite()
-    o, n, r = o[finite], n[finite], r[finite]
-    if r.numel() == 0:
-        return None
+        return _wrong_elements(pieces, factor)
+    for piece in pieces:
+        if (where := _wrong_specials(*piece)) is not None:
+            return where
     eps = _EPSILON.get(ours.dtype, 1e-1)
-    a, b, size = (o - r).abs(), (n - r).abs(), r.abs()
-    floor = size + size.mean() * eps + torch.finfo(torch.float64).tiny
-    relative = (a / floor).clamp(max=1).mean(), (b / floor).clamp(max=1).mean()
+    sizes = torch.stack([_finite(piece)[2].abs().sum() for piece in pieces])
+    scale = sizes.sum() / ours.numel() * eps + torch.finfo(torch.float64).tiny
+    figures = torch.stack([_figures(piece, scale) for piece in pieces])
+    largest, total = figures[:, :3].amax(0).tolist(), figures[:, 3:].sum(0).tolist()
+    count = max(total[5], 1.0)
+    rms = [math.sqrt(value / count) for value in total[:3]]
     checks = (
-        ("largest error", a.max(), b.max(), eps * size.max()),
-        ("rms error", _rms(a), _rms(b), eps * _rms(size)),
-        ("mean relative error", *relative, torch.full_like(relative[0], 4 * eps)),
+        ("largest error", largest[0], largest[1], eps * largest[2]),
+        ("rms error", rms[0], rms[1], eps * rms[2]),
+        ("mean relative error", total[3] / count, total[4] / count, 4 * eps),
     )
-    for name, mine, theirs, slack in checks:
-        got, allowed = mine.item(), factor * theirs.item() + slack.item()
+    for name, got, theirs, slack in checks:
+        allowed = factor * theirs + slack
         if not got <= allowed:
-            return f"{name} {got:.3g}, eager's own {theirs.item():.3g}, allowed {allowed:.3g}"
+            return f"{name} {got:.3g}, eager's own {theirs:.3g}, allowed {allowed:.3g}"
     return None
 
 
-def _rms(x: Tensor) -> Tensor:
-    return x.square().mean().sqrt()
+def _finite(piece: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The three values in fp64, zero where one is not finite, and which elements count."""
+    o, n, r = (t.double() for t in piece)
+    finite = o.isfinite() & n.isfinite() & r.isfinite()
+    o, n, r = (torch.where(finite, t, 0.0) for t in (o, n, r))
+    return o, n, r, finite
+
+
+def _figures(piece: Sequence[Tensor], scale: Tensor) -> Tensor:
+    """Largest error of ours and eager's, and largest value; then sums: three squares, two
+    relative errors, and the count."""
+    o, n, r, finite = _finite(piece)
+    a, b, size = (o - r).abs(), (n - r).abs(), r.abs()
+    relative = [(error / (size + scale)).clamp(max=1).sum() for error in (a, b)]
+    squares = [x.square().sum() for x in (a, b, size)]
+    return torch.stack([a.max(), b.max(), size.max(), *squares, *relative, finite.sum().double()])
 
 
 def _wrong_specials(o: Tensor, n: Tensor, r: Tensor) -> str | None:
@@ -132,8 +162,12 @@ def _wrong_specials(o: Tensor, n: Tensor, r: Tensor) -> str | None:
     return None
 
 
-def _wrong_elements(ours: Tensor, native: Tensor, exact: Tensor, factor: float) -> str | None:
-    exact = exact.to(ours.dtype)
-    wrong, eager = int((ours != exact).sum()), int((native != exact).sum())
-    allowed = math.floor(factor * eager + _WRONG_FRACTION * ours.numel())
+def _wrong_elements(pieces: Sequence[Sequence[Tensor]], factor: float) -> str | None:
+    wrong = eager = total = 0
+    for ours, native, exact in pieces:
+        expected = exact.to(ours.dtype)
+        wrong += int((ours != expected).sum())
+        eager += int((native != expected).sum())
+        total += ours.numel()
+    allowed = math.floor(factor * eager + _WRONG_FRACTION * total)
     return None if wrong <= allowed else f"{wrong} elements differ, eager's own {eager}"

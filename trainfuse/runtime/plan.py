@@ -91,8 +91,11 @@ class Plan:
 
     # -- running ------------------------------------------------------------------------------
 
-    def __call__(self, args: Sequence[Any]) -> list[Any]:
-        """One step: args in the order of the graph's inputs; returns the user's outputs."""
+    def __call__(self, args: list[Any]) -> list[Any]:
+        """One step: args in the order of the graph's inputs; returns the user's outputs.
+
+        The list may be emptied, so that inputs that nobody else holds die at their last use.
+        """
         with self._on_device():
             first = self.stats.calls == 0
             if first:
@@ -100,7 +103,7 @@ class Plan:
             elif self._wanted:
                 outputs = self._graphed(args)
             else:
-                outputs = self.program(list(args))
+                outputs = self.program(args)
         self.stats.calls += 1
         for update in self.program.updates.values():
             update.after()
@@ -178,14 +181,14 @@ class Plan:
 
     # -- CUDA graph ---------------------------------------------------------------------------
 
-    def _graphed(self, args: Sequence[Any]) -> list[Any]:
+    def _graphed(self, args: list[Any]) -> list[Any]:
         replay = self._replay
         state = tuple(a for u in self.program.updates.values() for a in u.addresses())
         if replay is None or replay.moved(args) or state != self._state_addresses:
             self._drop_replay()
             replay = self._capture(args)
             if replay is None:
-                return self.program(list(args))
+                return self.program(args)
             self._state_addresses = state
             self._replay = replay
         self.stats.replays += 1
