@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from autodiff.creations import detach_creations
 from autodiff.derive import cleanup, decompose
 from autodiff.graph import Refusal, TrainingGraph
 from autodiff.inlining import dissolve_unfused
@@ -113,9 +114,7 @@ def _fuse(state: State) -> State:
     slices = state.slices
     if slices is not None and settings.autodiff_inlining:
         slices = dissolve_unfused(slices, {n for group in plan.groups for n in group.nodes})
-    return replace(
-        state, fusion=plan, slices=slices, refusals=(*state.refusals, *plan.refusals)
-    )
+    return replace(state, fusion=plan, slices=slices, refusals=(*state.refusals, *plan.refusals))
 
 
 def _lower(state: State) -> State:
@@ -137,9 +136,14 @@ def _graph_pass(function: Callable[[TrainingGraph], TrainingGraph]) -> Callable[
 
 PASSES: tuple[tuple[str, Callable[[State], State], str], ...] = (
     ("clean", _graph_pass(cleanup), "drops identities, repeats and dead nodes"),
-    ("dropout", _dropout, "masks become functions of one seed; before recompute, which copies them"),
+    (
+        "dropout",
+        _dropout,
+        "masks become functions of one seed; before recompute, which copies them",
+    ),
     ("recompute", _recompute, "whole steps: chooses what the backward saves; composites are whole"),
     ("decompose", _graph_pass(decompose), "composites become pointwise and reduction nodes"),
+    ("creations", _graph_pass(detach_creations), "constants read no tensor for its shape"),
     ("tidy", _graph_pass(cleanup), "what decomposition left"),
     ("update casts", _fold, "the update reads half gradients itself"),
     ("slice", _slice, "differentiable subgraphs, small ones dissolved; nodes are final now"),
