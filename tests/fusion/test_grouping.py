@@ -259,6 +259,14 @@ def test_unrelated_nodes_and_scalars_are_no_siblings() -> None:
     assert planned(siblings, [torch.tensor(1.0)], [])[1].groups == ()
 
 
+def test_siblings_that_share_only_a_vector_stay_apart() -> None:
+    def fn(x: Tensor, y: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+        return torch.exp(x + b), torch.exp(y * b)
+
+    _, plan = planned(fn, randn((64, 32), (64, 32), (32,)), [])
+    assert [len(group.nodes) for group in plan.groups] == [2, 2]
+
+
 def test_sibling_reductions_are_one_kernel() -> None:
     def fn(x: Tensor) -> tuple[Tensor, Tensor]:
         return x.sum(-1), x.amax(-1)

@@ -25,6 +25,9 @@ from trainfuse.fusion.reach import Reach
 
 Supports = Callable[[fx.Node], str | None]
 
+# A read that siblings share must be this part of what the smaller one moves; less doesn't pay for
+# the registers that the other one takes.
+SIBLING_SHARE = 1 / 8
 # Siblings further apart than this are left alone: one of the results would have to wait, in
 # memory, for what the other one needs.
 SIBLING_DISTANCE = 64
@@ -244,7 +247,7 @@ class _Grouping:
         return {other for other in found if other is not None and self.same_phase(other, unit)}
 
     def siblings(self, unit: int) -> set[int]:
-        """Units of the same phase, not too far away, that share a read of two or more elements."""
+        """Units of the same phase, not too far away, that share a read worth saving."""
         found: set[int] = set()
         spot = self.flow.position[self.members[unit][0]]
         for value in self.reads(unit):
@@ -256,7 +259,16 @@ class _Grouping:
                 other = self.unit(reader)
                 if other is not None and other != unit and self.same_phase(other, unit):
                     found.add(other)
-        return found
+        return {other for other in found if self.shares_enough(unit, other)}
+
+    def shares_enough(self, first: int, second: int) -> bool:
+        shared = sum(map(value_bytes, self.reads(first) & self.reads(second)))
+        return shared >= SIBLING_SHARE * min(self.traffic(first), self.traffic(second))
+
+    def traffic(self, unit: int) -> int:
+        """Bytes that a unit reads and writes."""
+        stored = self.stored(set(self.members[unit]))
+        return sum(map(value_bytes, self.reads(unit))) + sum(map(value_bytes, stored))
 
     def same_phase(self, first: int, second: int) -> bool:
         return self.tg.phase(self.members[first][0]) == self.tg.phase(self.members[second][0])

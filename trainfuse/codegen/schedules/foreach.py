@@ -28,11 +28,10 @@ from autodiff.graph import Refusal
 from autodiff.ops import lookup
 from trainfuse.codegen.lower import library_text
 from trainfuse.codegen.scalars import TRITON_TYPE, compute_dtype
-from trainfuse.codegen.schedules.foreach_tables import ALIGNMENT_BYTES, CHUNK_SIZES
+from trainfuse.codegen.schedules.foreach_tables import ALIGNMENT_BYTES, BLOCK, CHUNK_SIZES
 from trainfuse.codegen.triton_ops import Unsupported, expression
 from trainfuse.codegen.triton_printer import HEADER
 
-BLOCK = 1024
 NUM_WARPS = 4
 
 
@@ -86,6 +85,8 @@ def lower_foreach(
 
     template: functional ATen; a placeholder for every role, in order, 1-D (per tensor) or 0-d; its
     leading outputs are the new values of `written`, in order.
+    chunk: elements a program covers, from `chunk_for`: one of CHUNK_SIZES, or a power of two that
+    is held as one block.
     dtypes: storage type of a role where it differs from the template's placeholder.
     Refused, with the node named: an operation that isn't pointwise or has no Triton text.
     """
@@ -227,6 +228,11 @@ class _Layout:
         """The type that a loaded value is computed in: the template's."""
         return compute_dtype(_value(self.template.inputs[role]).dtype)
 
+    @property
+    def block(self) -> int:
+        """Elements a program holds at once: two 16-byte vectors of fp32 a thread on a GPU."""
+        return BLOCK if self.chunk in CHUNK_SIZES else self.chunk
+
     def render(self, bodies: _Bodies) -> str:
         """The module text."""
         passed = list(bodies.crossing)
@@ -248,7 +254,7 @@ class _Layout:
         pointers = [f"{role}_ptr" for role in self.flat]
         arguments = ", ".join([*pointers, "start", "numel", *passed, "FULL: tl.constexpr"])
         lines = ["@triton.jit", f"def update_block({arguments}):"]
-        lines += [f"    offsets = tl.arange(0, {BLOCK})", "    mask = start + offsets < numel"]
+        lines += [f"    offsets = tl.arange(0, {self.block})", "    mask = start + offsets < numel"]
         body = [
             [f"{role} = tl.load({role}_ptr + start + offsets{mask})" for role in self.flat]
             for mask in ("", ", mask=mask")
@@ -310,10 +316,10 @@ class _Layout:
             *self._scalar_loads(used),
             *statements,
             f"stop = tl.minimum(first + {self.chunk}, numel)",
-            f"blocks = (stop - first) // {BLOCK}",
+            f"blocks = (stop - first) // {self.block}",
             "for block in range(0, blocks):",
-            f"    update_block({call.format(start=f'first + block * {BLOCK}')}, True)",
-            f"tail = first + blocks * {BLOCK}",
+            f"    update_block({call.format(start=f'first + block * {self.block}')}, True)",
+            f"tail = first + blocks * {self.block}",
             "if tail < stop:",
             f"    update_block({call.format(start='tail')}, False)",
         ]

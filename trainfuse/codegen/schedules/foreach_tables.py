@@ -8,12 +8,20 @@ import torch
 from torch import Tensor
 
 ALIGNMENT_BYTES = 16
+BLOCK = 1024
 CHUNK_SIZES = (8192, 4096, 2048, 1024)
+INTERPRETED_CHUNK = 16384
 PROGRAMS_PER_SM = 4
 
 
 def chunk_for(total_elements: int, num_sms: int) -> int:
-    """Elements a program covers: large lists amortise the 0-d part, small ones fill the GPU."""
+    """Elements a program covers: large lists amortise the 0-d part, small ones fill the GPU.
+
+    num_sms: multiprocessors; 1 stands for the interpreter, whose programs and operations cost
+    the same however much they hold.
+    """
+    if num_sms == 1:
+        return INTERPRETED_CHUNK
     for chunk in CHUNK_SIZES[:-1]:
         if total_elements >= chunk * num_sms * PROGRAMS_PER_SM:
             return chunk
