@@ -44,6 +44,11 @@ class TileAxis:
     shared: bool
 
 
+def floor_power(size: int) -> int:
+    """Largest power of two that is at most `size`, which is at least 1."""
+    return 1 << (size.bit_length() - 1)
+
+
 def power_of_two(size: int) -> int:
     """Smallest power of two that is at least `size`."""
     return 1 << max(size - 1, 0).bit_length()

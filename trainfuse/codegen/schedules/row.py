@@ -19,7 +19,14 @@ from trainfuse.codegen.schedules.common import (
     needed,
 )
 from trainfuse.codegen.targets import CodegenOptions, Target
-from trainfuse.codegen.tile import Segment, TileAxis, cover, divide_up, power_of_two
+from trainfuse.codegen.tile import (
+    Segment,
+    TileAxis,
+    cover,
+    divide_up,
+    floor_power,
+    power_of_two,
+)
 
 MAX_WARPS = 16
 # Registers a thread that live tiles may take, of 255; the rest is addresses and partial results.
@@ -54,8 +61,8 @@ def rows_and_warps(group: Group, target: Target, held: int, live: int) -> tuple[
     """Rows a program, and warps: short rows share a program, long ones take more threads."""
     total = group.domain.extent(group.domain.rows)
     if target.interpreted:
-        return max(1, min(power_of_two(total), (1 << 15) // held)), 4
-    rows = max(1, min(2048 // held, power_of_two(total)))
+        return min(power_of_two(total), floor_power(max(1, (1 << 15) // held))), 4
+    rows = min(floor_power(max(1, 2048 // held)), power_of_two(total))
     while rows > 1 and divide_up(total, rows) < 2 * target.num_sms:
         rows //= 2
     warps = 4 if rows * held >= 1024 else 2 if rows * held >= 512 else 1
