@@ -44,9 +44,10 @@ EFFORTS: tuple[Effort, ...] = (
     Effort(pointwise=0, materialize=2),
     Effort(pointwise=0, materialize=0, moderate=4),
     *(
-        Effort(pointwise=0, materialize=0, lasting=12, moderate=1, contraction=price)
+        Effort(pointwise=0, materialize=0, lasting=24, moderate=1, contraction=price)
         for price in (24, 12, 6, 3, 1)
     ),
+    Effort(pointwise=0, materialize=0, lasting=0, moderate=0, contraction=0),
 )
 
 
@@ -317,7 +318,9 @@ class _Problem:
     def _leaves_checkpoint(self, node: fx.Node) -> bool:
         """Whether a tagged value is read outside its checkpointed region, where eager keeps it."""
         region = node.meta.get("ac_graph_id")
-        return ops.is_random(node.target) or any(
+        source = node.args[0] if node.target is operator.getitem else node
+        assert isinstance(source, fx.Node)
+        return ops.draws_randomness(source) or any(
             user in self.members
             and (not _must_recompute(user) or user.meta.get("ac_graph_id") != region)
             for user in node.users
