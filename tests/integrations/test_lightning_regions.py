@@ -221,6 +221,38 @@ def test_what_runs_as_plain_lightning(
     assert lines == [f"training runs as plain Lightning: {callback.report.reason}"]
 
 
+def test_a_strategy_of_ones_own_is_left_alone() -> None:
+    class Own(pl.strategies.SingleDeviceStrategy):
+        pass
+
+    callback, lines = compare(Net, strategy=Own(device="cpu"), accelerator="auto")
+    assert callback.report.kind == "plain"
+    assert lines == [
+        "training runs as plain Lightning: the strategy is Own; only one device is supported"
+    ]
+
+
+class Thaws(pl.callbacks.BaseFinetuning):
+    """Trains the head alone for an epoch, then the rest too, as a new parameter group."""
+
+    def freeze_before_training(self, pl_module: Any) -> None:
+        self.freeze(pl_module.net)
+
+    def finetune_function(self, pl_module: Any, epoch: int, optimizer: Any) -> None:
+        if epoch == 1:
+            self.unfreeze_and_add_param_group(pl_module.net, optimizer, lr=0.02)
+
+
+class HeadFirst(Net):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=self.lr)
+
+
+def test_finetuning_that_adds_parameters() -> None:
+    callback, _ = compare(HeadFirst, extra=[Thaws], max_epochs=3)
+    assert callback.report.kind == "whole_step", callback.report.reason
+
+
 def test_a_module_from_torch_compile_is_left_alone() -> None:
     module = torch.compile(fresh(), backend="eager")
     callback = fusion()

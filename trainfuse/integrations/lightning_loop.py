@@ -30,7 +30,7 @@ from trainfuse.integrations.lightning_step import (
     build_step,
     facts_of,
 )
-from trainfuse.integrations.lightning_tree import part
+from trainfuse.integrations.lightning_tree import library_folder, part
 
 _UNTIMED_PLAIN = 1
 """Plain steps before the timed ones: the first allocates, picks algorithms, makes the state."""
@@ -45,10 +45,11 @@ _MAX_REPEATS = 2
 """New plans in a row, for sizes already seen, after which a step isn't captured whole any more."""
 
 
-def _reason(error: CaptureError) -> str:
+def _reason(error: CaptureError, library: str) -> str:
     """Why a whole step was refused, with the user's line.
 
     Our own gates name the reason inside Dynamo's text, and sit deeper than the line at fault.
+    library: folder of the Lightning in use.
     """
     texts, cause = [str(error)], error.__cause__
     while cause is not None:
@@ -59,7 +60,8 @@ def _reason(error: CaptureError) -> str:
     if reason is None:
         reason, where = str(error.facts.get("reason", error)), error.where
     else:
-        frames = [f for f in _FRAME.findall(text) if not any(part in f[0] for part in _NOT_USERS)]
+        skipped = (library, *_NOT_USERS)
+        frames = [f for f in _FRAME.findall(text) if not any(part in f[0] for part in skipped)]
         where = f"{Path(frames[-1][0]).name}:{frames[-1][1]}" if frames else None
     return f"{reason} ({where})" if where else reason
 
@@ -227,7 +229,7 @@ class FusedLoop:
             raise  # it was required
         except CaptureError as error:
             self.whole = False
-            self._on_reason(_reason(error))
+            self._on_reason(_reason(error, library_folder(self.trainer)))
             return None
         except BaseException:
             # as Lightning leaves it: the step was begun, and not completed

@@ -39,3 +39,8 @@ def tree_of(trainer: Any) -> str:
 def part(trainer: Any, path: str) -> ModuleType:
     """Module `path` ("strategies", "loops.optimization.automatic") of the Trainer's own tree."""
     return importlib.import_module(f"{tree_of(trainer)}.{path}")
+
+
+def library_folder(trainer: Any) -> str:
+    """Folder that the Trainer's tree was loaded from."""
+    return next(iter(sys.modules[tree_of(trainer)].__path__))
