@@ -329,13 +329,12 @@ class _Layout:
     def _advance(self, bodies: _Bodies) -> list[str]:
         """The launch that writes the new 0-d values, from the 0-d part alone."""
         shared = [f"{role}_ptr" for role in self.shared]
-        # A block of one: the interpreter's libdevice makes blocks even of scalars.
         new = {
             role: f"{bodies.names[node]}.to({TRITON_TYPE[self.storage[role]]})"
             for role, node in self.template.outputs.items()
             if role in self.own_scalars
         }
-        stores = [f"tl.store({role}_ptr + tl.arange(0, 1), {text})" for role, text in new.items()]
+        stores = [f"tl.store({role}_ptr, {text})" for role, text in new.items()]
         statements, used = bodies.scalar_statements(
             bodies.names[self.template.outputs[role]] for role in new
         )
