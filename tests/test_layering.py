@@ -114,6 +114,7 @@ def test_files_stay_readable(path: Path) -> None:
 
 
 def test_autodiff_is_usable_alone() -> None:
-    code = "import autodiff, sys; print([m for m in ('trainfuse', 'triton') if m in sys.modules])"
+    """Where triton can't be imported at all; torch itself imports it when it can."""
+    code = "import sys; sys.modules['triton'] = None; import autodiff; print('trainfuse' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
-    assert done.stdout.strip() == "[]", done.stderr
+    assert done.stdout.strip() == "False", done.stderr

@@ -8,7 +8,10 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
 
-from trainfuse import tokens
+import torch
+
+from autodiff.ops import differentiable_ops
+from trainfuse import log, tokens
 from trainfuse.errors import BadOption, UnknownOperator, UnknownToken
 from trainfuse.tokens import Token, near
 
@@ -138,10 +141,6 @@ def _check_ops(value: Any) -> frozenset[str]:
 
 def operator_name(name: str) -> str:
     """`aten.add` for aten.add, aten::add or aten.add.Tensor; raises UnknownOperator for a typo."""
-    import torch  # late: reading settings must not need torch
-
-    from autodiff.ops import differentiable_ops
-
     namespace, _, rest = str(name).replace("::", ".").partition(".")
     packet = rest.partition(".")[0]
     if packet and hasattr(getattr(torch.ops, namespace, None), packet):
@@ -177,8 +176,6 @@ def _check_dump(value: Any) -> tuple[Token, ...]:
 def _check_log(value: Any) -> str:
     if not isinstance(value, str):
         raise ValueError
-    from trainfuse import log
-
     log.parse(value)
     return value
 

@@ -16,6 +16,8 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
 from trainfuse import log, tokens
 from trainfuse.errors import (
     BackendUnavailable,
@@ -306,8 +308,6 @@ def fuser(name: str) -> Iterator[None]:
 
 def require_triton() -> None:
     """Raise BackendUnavailable where Triton kernels can neither run nor be interpreted."""
-    import torch  # late: reading settings must not need torch
-
     if not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":
         raise BackendUnavailable(
             backend="triton",
