@@ -314,7 +314,7 @@ def _describe(tg: TrainingGraph, owner: Mapping[fx.Node, int], count: int) -> tu
             backward=tuple(backward[index]),
             executed=sum(ops.lookup(n.target).kind not in TRANSPARENT for n in members),
             inputs=_reads(members),
-            outputs=_leaves(members),
+            outputs=_leaves(members, backward[index]),
         )
         for index, members in enumerate(nodes)
     )
@@ -330,12 +330,13 @@ def _reads(members: list[fx.Node]) -> tuple[fx.Node, ...]:
     return tuple(found)
 
 
-def _leaves(members: list[fx.Node]) -> tuple[fx.Node, ...]:
-    """Values read outside; for a view, its base: a view is rebuilt outside."""
+def _leaves(members: list[fx.Node], backward: list[fx.Node]) -> tuple[fx.Node, ...]:
+    """Values read outside both phases; for a view, its base: a view is rebuilt outside."""
     inside = set(members)
+    own = inside.union(backward)
     found: dict[fx.Node, None] = {}
     for node in members:
-        if all(user in inside for user in node.users):
+        if all(user in own for user in node.users):
             continue
         base = node
         while (

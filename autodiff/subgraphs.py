@@ -23,7 +23,8 @@ class Subgraph:
 
     nodes: forward nodes in order, views included. backward: the nodes derived from them.
     executed: forward nodes that do work (views, getitem and constants don't count).
-    inputs, outputs: values that enter from outside, and values that are read outside.
+    inputs, outputs: values that the forward reads from outside, and values that are read outside
+    both phases; what only its own backward reads is a capture, chosen by recompute.
     """
 
     index: int

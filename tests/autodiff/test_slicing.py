@@ -1,0 +1,501 @@
+"""Slicing, on graphs written by hand: the algorithm's cases, one by one.
+
+`o` is a candidate (sigmoid and friends), `X` an opaque node.
+"""
+
+from __future__ import annotations
+
+import operator
+import random
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import fx
+from training_graphs import Builder, training_graph
+
+from autodiff import ops
+from autodiff.derive import cleanup, decompose
+from autodiff.graph import NodeFacts, TrainingGraph
+from autodiff.inlining import dissolve_unfused
+from autodiff.slicing import slice_graph
+from autodiff.subgraphs import UNSLICED, Slices, producers
+
+aten: Any = torch.ops.aten
+
+
+def o(b: Builder, *args: fx.Node) -> fx.Node:
+    """A candidate of one or more operands."""
+    if len(args) == 1:
+        return b.call(aten.sigmoid.default, args[0])
+    result = b.call(aten.add.Tensor, args[0], args[1])
+    assert len(args) == 2
+    return result
+
+
+def opaque(b: Builder, *args: fx.Node) -> fx.Node:
+    """An opaque node: nothing in the table fuses it."""
+    if len(args) == 1:
+        return b.call(aten.cumsum.default, args[0], 0)
+    return b.call(aten.linalg_cross.default, args[0], args[1])
+
+
+def differentiated(b: Builder, *outputs: fx.Node) -> TrainingGraph:
+    """The graph with one backward node for each working forward node."""
+    forward = [
+        n
+        for n in b.graph.nodes
+        if n.op == "call_function" and ops.lookup(n.target).kind not in ("view", "creation")
+    ]
+    gradients = [
+        b.call(aten.cos.default, node, phase="backward", of=node)
+        for node in reversed(forward)
+        if isinstance(node.meta["val"], torch.Tensor) and node.meta["val"].is_floating_point()
+    ]
+    return b.finish(*outputs, *gradients)
+
+
+def check(tg: TrainingGraph, slices: Slices) -> None:
+    """Each phase, with every subgraph contracted to a point, is acyclic."""
+    for phase in ("forward", "backward"):
+        point = {
+            node: (index if (index := slices.owner.get(node, UNSLICED)) != UNSLICED else node)
+            for node in tg.nodes(phase)  # type: ignore[arg-type]  # a literal of Phase
+            if ops.lookup(node.target).kind not in ("view", "creation")
+        }
+        reads: dict[object, set[object]] = {}
+        for node, own in point.items():
+            before = {point[p] for p in producers(node) if p in point}
+            reads.setdefault(own, set()).update(before - {own})
+        done: set[object] = set()
+        while len(done) < len(reads):
+            ready = {own for own, before in reads.items() if own not in done and before <= done}
+            assert ready, "a cycle between subgraphs"
+            done |= ready
+
+
+def cut(b: Builder, *outputs: fx.Node, threshold: int = 1, **options: Any) -> Slices:
+    tg = differentiated(b, *outputs)
+    slices = slice_graph(tg, threshold, **options)
+    check(tg, slices)
+    return slices
+
+
+def owners(slices: Slices, nodes: Sequence[fx.Node]) -> list[int | None]:
+    return [slices.owner.get(node) for node in nodes]
+
+
+def test_01_chain() -> None:
+    b = Builder()
+    one = o(b, b.input())
+    two = o(b, one)
+    slices = cut(b, two)
+    assert len(slices.subgraphs) == 1
+    assert slices.subgraphs[0].nodes == (one, two)
+
+
+def test_02_beside_an_opaque_node() -> None:
+    b = Builder()
+    x = b.input()
+    mine, other = o(b, x), opaque(b, x)
+    slices = cut(b, mine, other)
+    assert len(slices.subgraphs) == 1
+    assert other not in slices.owner
+    refusal = next(r for r in slices.refusals if other.name in r.node)
+    assert "aten.cumsum.default" in refusal.reason
+
+
+def test_03_unrelated_pair_and_pair_sharing_an_input() -> None:
+    b = Builder()
+    assert len(cut(b, o(b, b.input()), o(b, b.input())).subgraphs) == 2
+    b = Builder()
+    x = b.input()
+    slices = cut(b, o(b, x), o(b, x))
+    assert len(slices.subgraphs) == 2
+
+
+def test_04_diamond() -> None:
+    b = Builder()
+    top = o(b, b.input())
+    left, right = o(b, top), o(b, top)
+    slices = cut(b, o(b, left, right))
+    assert len(slices.subgraphs) == 1
+    assert slices.subgraphs[0].executed == 4
+
+
+def test_05_two_splits_added_crosswise() -> None:
+    b = Builder()
+    parts = []
+    for _ in range(2):
+        split = b.call(aten.split.Tensor, o(b, b.input(4, 4)), 2)
+        parts.append([b.call(operator.getitem, split, index) for index in range(2)])
+    first = o(b, parts[0][0], parts[1][1])
+    second = o(b, parts[0][1], parts[1][0])
+    slices = cut(b, o(b, first, second))
+    assert len(slices.subgraphs) == 1
+
+
+def test_06_opaque_between_and_a_chain() -> None:
+    b = Builder()
+    x, y = b.input(), b.input()
+    before = o(b, x)
+    middle = opaque(b, before)
+    after = o(b, middle, before)
+    chain = o(b, o(b, y))
+    slices = cut(b, after, chain)
+    # after reads before also through X: merging the two would be a cycle
+    assert owners(slices, [before])[0] != owners(slices, [after])[0]
+    assert len(slices.subgraphs) == 3
+    b = Builder()
+    before = o(b, b.input())
+    after = o(b, opaque(b, before))
+    assert len(cut(b, after, o(b, o(b, b.input()))).subgraphs) == 3
+
+
+@pytest.mark.parametrize("reads_producer", [True, False])
+def test_07_08_independent_opaque_node_in_the_way(reads_producer: bool) -> None:
+    b = Builder()
+    x = b.input()
+    producer = o(b, x)
+    aside = opaque(b, producer if reads_producer else x)
+    consumer = o(b, producer)
+    slices = cut(b, consumer, aside)
+    assert len(slices.subgraphs) == 1
+    assert slices.subgraphs[0].nodes == (producer, consumer)
+
+
+def test_09_nothing_merges_across_a_barrier() -> None:
+    b = Builder()
+    one = o(b, b.input())
+    wall = opaque(b, b.input())
+    two = o(b, o(b, one))
+    tg = differentiated(b, two, wall)
+    assert len(slice_graph(tg, 1).subgraphs) == 1
+    walled = slice_graph(tg, 1, barriers=[wall])
+    check(tg, walled)
+    assert len(walled.subgraphs) == 2
+    assert owners(walled, [one])[0] != owners(walled, [two])[0]
+
+
+def test_12_only_views_returned() -> None:
+    b = Builder()
+    x = b.input(4, 6)
+    y = b.call(aten.view.default, b.call(aten.permute.default, x, [1, 0]), [6, 4])
+    assert cut(b, y).subgraphs == ()
+
+
+@pytest.mark.parametrize("length", range(1, 7))
+@pytest.mark.parametrize("threshold", [1, 2, 5])
+def test_13_chain_lengths_and_thresholds(length: int, threshold: int) -> None:
+    b = Builder()
+    y = b.input()
+    for _ in range(length):
+        y = o(b, b.call(aten.view.default, y, [4, 4]))  # views don't count
+    slices = cut(b, y, threshold=threshold)
+    assert len(slices.subgraphs) == (1 if length >= threshold else 0)
+    if length < threshold:
+        assert all("fewer than" in r.reason or "outside" in r.reason for r in slices.refusals)
+        assert len(slices.refusals) >= length
+
+
+def test_siblings_that_share_a_tensor_count_together() -> None:
+    for shape, horizontal, wanted in (((4, 4), True, 2), ((4, 4), False, 0)):
+        b = Builder()
+        x = b.input(*shape)
+        slices = cut(b, b.call(aten.relu.default, x), o(b, x), threshold=2, horizontal=horizontal)
+        assert len(slices.subgraphs) == wanted
+    b = Builder()
+    scalar = b.input(4, 4)
+    scalar.meta["val"] = b.mode.from_tensor(torch.zeros(()))
+    assert cut(b, b.call(aten.relu.default, scalar), o(b, scalar), threshold=2).subgraphs == ()
+    b = Builder()
+    assert cut(b, o(b, b.input()), o(b, b.input()), threshold=2).subgraphs == ()
+
+
+def test_29_output_also_used_inside() -> None:
+    b = Builder()
+    inner = o(b, b.input())
+    outer = o(b, inner)
+    slices = cut(b, inner, outer)
+    assert len(slices.subgraphs) == 1
+    assert set(slices.subgraphs[0].outputs) == {inner, outer}
+
+
+def test_28_inputs_of_a_subgraph() -> None:
+    args = [torch.randn(4, 4) for _ in range(2)]
+    tg = training_graph(lambda a, b: a * b * a + b, args, [0, 1])
+    (subgraph,) = slice_graph(tg, 1).subgraphs
+    assert {node.name for node in subgraph.inputs} == {"primals_1", "primals_2"}
+    assert subgraph.executed == 3
+    accumulations = [n for n in subgraph.backward if ops.op_name(n.target) == "aten.add.Tensor"]
+    assert len(accumulations) == 2 or any(
+        "no one subgraph" in r.reason for r in slice_graph(tg, 1).refusals
+    )
+
+
+def lstm_cell(*values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    x, h, c, wi, wh, bias = values
+    gates = x @ wi + h @ wh + bias
+    i, f, g, out = gates.chunk(4, 1)
+    c = torch.sigmoid(f) * c + torch.sigmoid(i) * torch.tanh(g)
+    return torch.sigmoid(out) * torch.tanh(c), c
+
+
+def test_26_lstm_cell_is_one_subgraph() -> None:
+    shapes = [(3, 5), (3, 4), (3, 4), (5, 16), (4, 16), (16,)]
+    tg = training_graph(lstm_cell, [torch.randn(shape) for shape in shapes], range(6))
+    slices = slice_graph(tg, 2)
+    check(tg, slices)
+    assert len(slices.subgraphs) == 1
+    left = {
+        ops.op_name(node.target)
+        for node in tg.nodes()
+        if node not in slices.owner and tg.phase(node) == "forward"
+    }
+    assert not left & {
+        "aten.mm.default",
+        "aten.sigmoid.default",
+        "aten.tanh.default",
+        "aten.mul.Tensor",
+    }
+
+
+def test_view_of_an_outside_value_belongs_to_none() -> None:
+    b = Builder()
+    x = b.input(4, 6)
+    outside = b.call(aten.permute.default, x, [1, 0])
+    inner = b.call(aten.permute.default, o(b, outside), [1, 0])
+    slices = cut(b, o(b, inner))
+    assert outside not in slices.owner
+    assert slices.owner[inner] == 0
+    assert slices.subgraphs[0].executed == 2
+
+
+def test_view_is_never_an_output_but_its_base_is() -> None:
+    b = Builder()
+    base = o(b, o(b, b.input(4, 6)))
+    view = b.call(aten.permute.default, base, [1, 0])
+    slices = cut(b, view)
+    assert slices.subgraphs[0].outputs == (base,)
+
+
+def test_constants_go_with_their_only_reader() -> None:
+    b = Builder()
+    x = b.input(4, 4)
+    constant = b.call(aten.full.default, [4, 4], 2.0)
+    shared = b.call(aten.full.default, [4, 4], 3.0)
+    one = o(b, x, constant)
+    two = o(b, o(b, opaque(b, x)), shared)
+    three = o(b, opaque(b, o(b, one, shared)))
+    slices = cut(b, two, three)
+    assert slices.owner[constant] == slices.owner[one]
+    assert shared not in slices.owner
+
+
+def test_random_nodes_are_members_and_keep_their_order() -> None:
+    b = Builder()
+    x, y = b.input(4, 4), b.input(4, 4)
+    first = b.call(aten.bernoulli.p, x, 0.5)
+    second = b.call(aten.bernoulli.p, y, 0.5)
+    # without the order between draws, first and last would merge around the middle
+    middle = opaque(b, second)
+    third = b.call(aten.bernoulli.p, middle, 0.5)
+    last = o(b, first, third)
+    slices = cut(b, last)
+    assert first in slices.owner
+    assert slices.owner[third] == slices.owner[last]
+    assert slices.owner[first] != slices.owner[last]
+
+
+def test_backward_follows_its_link() -> None:
+    b = Builder()
+    x = b.input()
+    inside = o(b, o(b, x))
+    outside = opaque(b, inside)
+    tg = differentiated(b, outside)
+    slices = slice_graph(tg, 2)
+    for node in tg.nodes("backward"):
+        link = tg.facts[node].forward_of
+        assert (node in slices.owner) == (link != outside.name)
+    assert any(f"derives from {outside.name}" in r.reason for r in slices.refusals)
+
+
+def test_sum_of_cotangents_goes_to_the_maker_of_the_value() -> None:
+    b = Builder()
+    x = b.input()
+    made = o(b, o(b, x))
+    far = opaque(b, made)
+    tangents = [b.input(), b.input()]
+    total = b.call(aten.add.Tensor, *tangents, phase="backward")
+    back = b.call(aten.mul.Tensor, total, made, phase="backward", of=made)
+    for_input = b.call(aten.add.Tensor, back, back, phase="backward")
+    tg = b.finish(far, for_input)
+    slices = slice_graph(tg, 2)
+    assert slices.owner[total] == slices.owner[made] == slices.owner[back]
+    assert for_input not in slices.owner
+
+
+def test_skip_ops_and_what_was_decomposed_from_them() -> None:
+    x = torch.randn(4, 8)
+    tg = cleanup(decompose(training_graph(lambda x: torch.softmax(x, 1).sin().exp(), [x], [0])))
+    for node in tg.nodes():
+        if node.name.startswith(("sin", "exp_1")):
+            node.meta["original_aten"] = aten.gelu.default
+    assert len(slice_graph(tg).subgraphs) == 1
+    for name in ("aten.sin", "aten::sin", "aten.sin.default"):
+        skipped = slice_graph(tg, 1, {name})
+        assert not any("sin" == node.name for node in skipped.owner)
+        assert any("skip_ops" in r.reason for r in skipped.refusals)
+    origin = slice_graph(tg, 1, {"aten.gelu"})
+    assert not any("sin" == node.name for node in origin.owner)
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "reason"),
+    [
+        ((2,) * 9, torch.float32, "rank 9"),
+        ((4, 4), torch.complex64, "complex"),
+    ],
+)
+def test_values_that_stay_aten(shape: tuple[int, ...], dtype: torch.dtype, reason: str) -> None:
+    b = Builder()
+    y = b.call(aten.sin.default, b.call(aten.sin.default, b.input(*shape, dtype=dtype)))
+    tg = b.finish(y, b.call(aten.cos.default, y, phase="backward", of=y))
+    slices = slice_graph(tg)
+    assert slices.subgraphs == ()
+    assert any(reason in r.reason for r in slices.refusals)
+
+
+def test_devices() -> None:
+    b = Builder()
+    y = o(b, o(b, b.input()))
+    tg = differentiated(b, y)
+    refused = slice_graph(tg, device_types=("cuda",))
+    assert refused.subgraphs == ()
+    assert "no generator for device cpu" in refused.refusals[0].reason
+
+
+@pytest.mark.parametrize(("shape", "count"), [((), 1), ((4, 4), 0)])
+def test_only_scalars_of_the_cpu_join_another_device(shape: tuple[int, ...], count: int) -> None:
+    b = Builder()
+    x, other = b.input(4, 4), b.input(4, 4)
+    x.meta["val"] = torch.empty(4, 4, device="meta")
+    other.meta["val"] = torch.empty(shape)
+    node = b.graph.call_function(aten.mul.Tensor, (x, other))
+    back = b.graph.call_function(aten.neg.default, (node,))
+    node.meta["val"] = back.meta["val"] = torch.empty(4, 4, device="meta")
+    b.facts = {node: NodeFacts("forward"), back: NodeFacts("backward", node.name)}
+    slices = slice_graph(b.finish(node, back), 1, device_types=("meta", "cpu"))
+    assert len(slices.subgraphs) == count
+
+
+def test_graph_without_backward_is_not_sliced() -> None:
+    b = Builder()
+    x = b.input()
+    y = o(b, o(b, x))
+    other = opaque(b, y)
+    slices = slice_graph(b.finish(other, b.call(aten.permute.default, y, [1, 0])))
+    assert slices.subgraphs == ()
+    assert slices.owner[y] == UNSLICED
+    assert other not in slices.owner
+
+
+def test_update_phase_is_free_to_fuse() -> None:
+    b = Builder()
+    y = o(b, o(b, b.input()))
+    g = b.call(aten.cos.default, y, phase="backward", of=y)
+    scaled = b.call(aten.mul.Tensor, g, 0.5, phase="update")
+    slices = slice_graph(b.finish(y, scaled))
+    assert slices.owner[scaled] == UNSLICED
+    assert slices.owner[g] == 0
+
+
+def test_checkpointed_region_is_sliced_alone() -> None:
+    b = Builder()
+    one = o(b, b.input())
+    two = o(b, one)
+    three = o(b, two)
+    two.meta["ac_graph_id"] = 1
+    slices = cut(b, three)
+    assert len(slices.subgraphs) == 3
+
+
+def test_second_inlining_drops_what_was_not_fused() -> None:
+    b = Builder()
+    first = o(b, o(b, b.input()))
+    second = o(b, o(b, b.input()))
+    tg = differentiated(b, first, second)
+    slices = slice_graph(tg)
+    assert len(slices.subgraphs) == 2
+    kept_one = slices.subgraphs[1]
+    after = dissolve_unfused(slices, kept_one.backward[:1])
+    assert [s.nodes for s in after.subgraphs] == [kept_one.nodes]
+    assert {after.owner[node] for node in kept_one.nodes} == {0}
+    assert not set(after.owner) & set(slices.subgraphs[0].nodes)
+    assert any("none of its subgraph was fused" in r.reason for r in after.refusals)
+    assert dissolve_unfused(slices, tg.nodes()) is slices
+
+
+def random_graph(seed: int) -> tuple[Builder, list[fx.Node]]:
+    draw = random.Random(seed)
+    b = Builder()
+    values = [b.input(3, 3) for _ in range(2)]
+    for _ in range(draw.randint(4, 14)):
+        make = opaque if draw.random() < 0.3 else o
+        values.append(make(b, *draw.choices(values[-5:], k=draw.randint(1, 2))))
+    return b, values
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_random_graphs_are_merged_to_a_fixpoint_without_cycles(seed: int) -> None:
+    b, values = random_graph(seed)
+    tg = differentiated(b, *[v for v in values if not v.users] or [values[-1]])
+    slices = slice_graph(tg, 1)
+    check(tg, slices)
+    candidates = {n for n in tg.nodes("forward") if ops.lookup(n.target).kind == "pointwise"}
+    owned = {n for n in tg.nodes("forward") if n in slices.owner}
+    assert owned == candidates
+    # maximal: where two still touch, a path through other nodes or subgraphs would be a cycle
+    for consumer in candidates:
+        for producer in producers(consumer) & candidates:
+            pair = {slices.owner[producer], slices.owner[consumer]}
+            if len(pair) == 2:
+                assert leaves_and_returns(tg, slices, pair), (producer.name, consumer.name)
+
+
+def leaves_and_returns(tg: TrainingGraph, slices: Slices, pair: set[int]) -> bool:
+    """Whether some path leaves a pair of subgraphs and comes back, all others contracted."""
+
+    def point(node: fx.Node) -> object:
+        own = slices.owner.get(node, node)
+        return "pair" if own in pair else own
+
+    users: dict[object, set[object]] = {}
+    for node in tg.nodes("forward"):
+        for parent in producers(node):
+            if point(parent) != point(node):
+                users.setdefault(point(parent), set()).add(point(node))
+    seen: set[object] = set()
+    pending = list(users.get("pair", ()))
+    while pending:
+        current = pending.pop()
+        if current == "pair":
+            return True
+        if current not in seen:
+            seen.add(current)
+            pending.extend(users.get(current, ()))
+    return False
+
+
+def test_large_graph_is_sliced_in_seconds() -> None:
+    b = Builder()
+    y = b.input(8, 8)
+    for index in range(1500):
+        y = opaque(b, y) if index % 50 == 49 else o(b, y)
+    tg = differentiated(b, y)
+    start = time.perf_counter()
+    slices = slice_graph(tg)
+    assert time.perf_counter() - start < 10
+    assert len(slices.subgraphs) == 30
