@@ -15,6 +15,7 @@ from torch import Tensor
 from autodiff.reference import run_graph
 from tests.runtime.graphs import cloned, flat_kernel, group_of, plan_of, randn, trace
 from trainfuse.runtime.cache import KernelCache
+from trainfuse.runtime.memory import Step, place_mutations
 from trainfuse.runtime.program import RuntimeOptions, build_program
 
 EAGER = RuntimeOptions("eager")
@@ -232,3 +233,35 @@ def test_a_later_reader_keeps_a_kernel_out_of_the_input() -> None:
     outputs = program(given)
     torch.testing.assert_close([*outputs, buffer], run_graph(tg, args))
     assert program.source.index("aten.cos") < program.source.index("y_1.copy_(add)")
+
+
+def test_a_transposed_read_keeps_a_kernel_out_of_the_input() -> None:
+    def fn(x: Tensor, y: Tensor) -> Tensor:
+        return torch.exp(x) + y + y.t()
+
+    args = [randn(8, 8), randn(8, 8)]
+    tg = trace(fn, args, mutates=(1,))
+    exp, add, view, last = tg.nodes()
+    group = group_of(tg, "forward_0", [exp, add, last])
+    assert set(group.inputs) == {*tg.graph.find_nodes(op="placeholder"), view}
+    steps = [Step("aten", tuple(view.all_input_nodes), (view,), node=view)]
+    steps.append(Step("group", group.inputs, group.outputs, name="forward_0", group=group))
+    assert place_mutations(tg, steps).in_place == {}
+
+
+def test_a_value_made_twice_is_not_written_over_an_input_still_read() -> None:
+    def fn(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        z = torch.exp(x)
+        return torch.cos(z) + y, z
+
+    args = [randn(8), randn(8)]
+    tg = trace(fn, args, mutates=(1,))
+    exp, cos, add = tg.nodes()
+    first = group_of(tg, "forward_0", [exp])
+    again = group_of(tg, "forward_1", [exp, cos])
+    steps = [
+        Step("group", group.inputs, group.outputs, name=group.name, group=group)
+        for group in (first, again)
+    ]
+    steps.insert(1, Step("aten", tuple(add.all_input_nodes), (add,), node=add))
+    assert place_mutations(tg, steps).in_place == {}

@@ -96,6 +96,11 @@ class UpdateCall:
         """
         return tuple(a for bucket in self.buckets for a in bucket.addresses())
 
+    @property
+    def kernel_keys(self) -> set[str]:
+        """Keys of the kernels in use."""
+        return {b.kernel.key for b in self.buckets if b.kernel is not None}
+
     def after(self) -> None:
         """Bring the host's view of the step up to date; after each execution or replay."""
         if not self.by_torch:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -39,6 +40,14 @@ def pointer_type(dtype: torch.dtype) -> str:
     return _TYPES[dtype]
 
 
+@dataclass(slots=True)
+class _Bound:
+    """A variant and, once it is loaded, its launch on this plan's grid."""
+
+    variant: Variant
+    runner: Callable[..., None] | None = None
+
+
 class BoundFunction:
     """One Triton function with its grid and options, in an aligned and an unaligned variant.
 
@@ -62,7 +71,7 @@ class BoundFunction:
     ) -> None:
         self._cache, self._folder, self._arch, self._grid = cache, folder, arch, grid
         self._aligned, self._unaligned = (
-            [Variant(function, tuple(types), aligned, num_warps, num_stages), None]
+            _Bound(Variant(function, tuple(types), aligned, num_warps, num_stages))
             for aligned in (True, False)
         )
         self._interpreted = None
@@ -72,7 +81,7 @@ class BoundFunction:
     @property
     def wanted(self) -> tuple[Path, Variant]:
         """What to compile ahead: the aligned variant, which nearly every call uses."""
-        return self._folder, self._aligned[0]
+        return self._folder, self._aligned.variant
 
     def __call__(self, tensors: Iterable[Tensor]) -> None:
         """Launch on the current stream of the current device."""
@@ -84,19 +93,19 @@ class BoundFunction:
         for address in addresses:
             bits |= address
         chosen = self._unaligned if bits & _ALIGNMENT_MASK else self._aligned
-        runner = chosen[1] or self._bind(chosen)
+        runner = chosen.runner or self._bind(chosen)
         runner(*addresses)
 
     def load(self) -> None:
         """Load the aligned variant now rather than at the first launch."""
-        if self._interpreted is None and self._aligned[1] is None:
+        if self._interpreted is None and self._aligned.runner is None:
             self._bind(self._aligned)
 
-    def _bind(self, chosen: list[Any]) -> Any:
+    def _bind(self, chosen: _Bound) -> Callable[..., None]:
         device = torch.cuda.current_device()
-        kernel = self._cache.load(self._folder, chosen[0], self._arch, device)
-        chosen[1] = kernel[self._grid]
-        return chosen[1]
+        kernel = self._cache.load(self._folder, chosen.variant, self._arch, device)
+        runner = chosen.runner = kernel[self._grid]
+        return runner
 
 
 class GroupLauncher:
@@ -132,6 +141,11 @@ class GroupLauncher:
     def wanted(self) -> list[tuple[Path, Variant]]:
         """Compilations that the first launch needs."""
         return [function.wanted for function, _ in self._launches]
+
+    def load(self) -> None:
+        """Load what a launch under capture could not."""
+        for function, _ in self._launches:
+            function.load()
 
     def __call__(self, inputs: Sequence[Tensor], out: Sequence[Tensor]) -> None:
         """Run the group's kernels on the current stream."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import fx
@@ -91,7 +91,10 @@ def place_mutations(tg: TrainingGraph, steps: Sequence[Step]) -> MemoryPlan:
     user_outputs = [n for n in tg.output_nodes[: tg.num_outputs] if isinstance(n, fx.Node)]
     kept = {n for n in user_outputs if roots[n] in mutated}
     kept |= {value for _, value in pairs if roots[value] in mutated}
-    made = {node: i for i, step in enumerate(steps) for node in step.writes}
+    made: dict[fx.Node, int] = {}
+    for i, step in enumerate(steps):
+        for node in step.writes:  # a cheap node may be made by several groups: the first counts
+            made.setdefault(node, i)
     last_read = _last_reads(steps, roots, made, kept)
     escaping = {roots[n] for n in user_outputs}
     in_place: dict[fx.Node, fx.Node] = {}
@@ -107,7 +110,7 @@ def place_mutations(tg: TrainingGraph, steps: Sequence[Step]) -> MemoryPlan:
             and roots[value] is value
             and value not in escaping
             and _same_layout(value, target)
-            and (last < at or (last == at and _elementwise(step.group, target, value)))
+            and (last < at or (last == at and _elementwise(step.group, target, value, roots)))
         ):
             in_place[value] = target
         else:
@@ -158,11 +161,15 @@ def _same_layout(a: fx.Node, b: fx.Node) -> bool:
     return (x.dtype, x.device, x.shape, x.stride()) == (y.dtype, y.device, y.shape, y.stride())
 
 
-def _elementwise(group: Any, target: fx.Node, value: fx.Node) -> bool:
+def _elementwise(
+    group: FusionGroup, target: fx.Node, value: fx.Node, roots: Mapping[fx.Node, fx.Node]
+) -> bool:
     """Whether each element of `target` is read only by the program that overwrites it."""
     domain = group.domain
     if domain.kind != "pointwise" or domain.axes.get(target) != domain.axes.get(value):
         return False
+    if any(roots[node] is target and node is not target for node in group.inputs):
+        return False  # also read through a view, in another order
     covered = {axis for dim in domain.axes[value] for axis in dim}
     return all(size == 1 or axis in covered for axis, size in enumerate(domain.sizes))
 

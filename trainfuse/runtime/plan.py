@@ -113,6 +113,8 @@ class Plan:
         """Gate every kernel again at the next call, which then runs without the CUDA graph."""
         if self.options.gate is not None:
             self.options.gate.passed -= {c.kernel.key for c in self.program.groups.values()}
+            for update in self.program.updates.values():
+                self.options.gate.passed -= update.kernel_keys
         self._drop_replay()
         self.program = self._build()
         self.stats.calls = 0
@@ -168,7 +170,8 @@ class Plan:
 
     def _run_aside(self, args: Sequence[Any]) -> list[Any]:
         """Run on the stream that will capture, so that libraries set up their workspaces there."""
-        self._stream = torch.cuda.Stream(self._device)
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(self._device)
         current = torch.cuda.current_stream()
         self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream):
@@ -201,11 +204,7 @@ class Plan:
         values = dict(zip(self.tg.graph.find_nodes(op="placeholder"), args, strict=True))
         for update in self.program.updates.values():
             update.refresh(self._params_of(update, values))
-        stream = self._stream
-        assert stream is not None, "the first call made it"
-        made = self.options.boundary.attempt(
-            lambda: Replay(self.program, args, self._static, self._mutated, stream), "cuda_graph"
-        )
+        made = self.options.boundary.attempt(lambda: self._replay_of(args), "cuda_graph")
         self.stats.captures += 1
         if isinstance(made, str):
             self._no_graph(f"capture failed: {made}")
@@ -213,6 +212,12 @@ class Plan:
         self.cuda_graph = GraphState(True, "one graph of the whole step")
         _log.info("captured the step as one CUDA graph")
         return made
+
+    def _replay_of(self, args: Sequence[Any]) -> Replay:
+        assert self._stream is not None, "the first call made it"
+        for call in self.program.groups.values():
+            call.launcher.load()
+        return Replay(self.program, args, self._static, self._mutated, self._stream)
 
     def _no_graph(self, reason: str) -> None:
         self._wanted = False
