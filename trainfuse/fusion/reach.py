@@ -44,14 +44,18 @@ class Reach:
     def merge(self, first: int, second: int) -> int:
         """Join two units, which must not make a cycle; returns the joint one."""
         both = self.bits[first] | self.bits[second]
-        above = (self.above[first] | self.above[second]) & ~both
-        below = (self.below[first] | self.below[second]) & ~both
+        for one, other in ((first, second), (second, first)):
+            # Who is above one unit alone learns of what is below the other; likewise downwards.
+            gained = self.bits[other] | self.below[other]
+            for unit in self._units(self.above[one] & ~self.above[other] & ~both):
+                self.below[unit] |= gained
+            gained = self.bits[other] | self.above[other]
+            for unit in self._units(self.below[one] & ~self.below[other] & ~both):
+                self.above[unit] |= gained
         self.parent[second] = first
-        self.bits[first], self.above[first], self.below[first] = both, above, below
-        for unit in self._units(above):
-            self.below[unit] |= below | both
-        for unit in self._units(below):
-            self.above[unit] |= above | both
+        self.above[first] = (self.above[first] | self.above[second]) & ~both
+        self.below[first] = (self.below[first] | self.below[second]) & ~both
+        self.bits[first] = both
         return first
 
     def _units(self, bits: int) -> Iterable[int]:
