@@ -21,8 +21,11 @@ def _wrap(data: Any, like: Any) -> Any:
     """An interpreter tensor of `data`, with the element type of `like`."""
     scalar = like.type.scalar
     array = np.asarray(data, dtype=like.handle.data.dtype)
-    shaped = tl.block_type(scalar, list(array.shape)) if array.ndim else scalar
-    return tl.core.tensor(TensorHandle(array, scalar), shaped)
+    if array.ndim == 0:
+        # The interpreter keeps scalars in arrays of one element.
+        return tl.core.tensor(TensorHandle(array.reshape(1), scalar), scalar)
+    shape = tl.block_type(scalar, list(array.shape)) if like.type.is_block() else scalar
+    return tl.core.tensor(TensorHandle(array, scalar), shape)
 
 
 def _elementwise(function: Function) -> Function:

@@ -1,0 +1,334 @@
+"""Every schedule against ATen: shapes that divide and shapes that don't, all kinds of operands."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from codegen_support import check, error, lowered, reference, run_case, trace
+from torch import Tensor
+from torch._decomp import get_decompositions
+from torch._subclasses import FakeTensorMode
+
+import autodiff.rng  # noqa: F401 -- registers trainfuse.keep_mask
+from autodiff.graph import Refusal
+from trainfuse.codegen.lower import lower_nodes
+from trainfuse.codegen.targets import SIMULATED, CodegenOptions, Target
+
+aten = torch.ops.aten
+randn = torch.randn
+NORMS = get_decompositions(
+    [aten.native_layer_norm, aten.native_layer_norm_backward, aten._softmax, aten._log_softmax]
+)
+# The interpreter's own target takes few, big programs; a GPU's blocks on two multiprocessors give
+# several programs, partial results and tails.
+TARGETS = {"interpreter": SIMULATED, "gpu": Target("sm_90", 2)}
+Maker = Callable[[], list[Tensor]]
+Spec = tuple[str, Callable[..., Any], Maker]
+
+
+def norm(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
+    return F.layer_norm(x, x.shape[-1:], w, b)
+
+
+def norm_backward(g: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, w: Tensor) -> Any:
+    width = [x.shape[-1]]
+    return aten.native_layer_norm_backward(g, x, width, mean, rstd, w, w, [True, True, True])
+
+
+def backward_of(rows: tuple[int, ...], width: int) -> Maker:
+    return lambda: [
+        randn(*rows, width),
+        randn(*rows, width),
+        randn(*rows, 1),
+        randn(*rows, 1).exp(),
+        randn(width),
+    ]
+
+
+def row_loss(x: Tensor, target: Tensor) -> Tensor:
+    return -F.log_softmax(x, -1).gather(1, target[:, None]).mean()
+
+
+CASES: dict[str, Spec] = {
+    # flat
+    "add": ("pointwise", lambda x, y: x * 2 + y.relu(), lambda: [randn(33, 7), randn(33, 7)]),
+    "divides": ("pointwise", lambda x, y: x - y, lambda: [randn(64, 64), randn(64, 64)]),
+    "bias gelu": ("pointwise", lambda x, b: F.gelu(x + b), lambda: [randn(9, 24), randn(24)]),
+    "one element": ("pointwise", lambda a: a * 2 + 1, lambda: [randn(())]),
+    "scalar operand": ("pointwise", lambda x, s: x * s, lambda: [randn(9, 5), randn(())]),
+    "channels last": (
+        "pointwise",
+        lambda x, w: (x * w[:, None, None]).relu(),
+        lambda: [randn(2, 16, 5, 5).to(memory_format=torch.channels_last), randn(16)],
+    ),
+    "heads": (
+        "pointwise",
+        lambda q, k: (q.view(2, 8, 3, 4).transpose(1, 2) * k).transpose(1, 2).reshape(2, 8, 12) * 2,
+        lambda: [randn(2, 8, 12), randn(2, 3, 8, 4)],
+    ),
+    "rotary": (
+        "pointwise",
+        lambda q, k, c: (q * c, k * c),
+        lambda: [randn(2, 3, 8, 4), randn(2, 3, 8, 4), randn(8, 4)],
+    ),
+    "value of fewer axes": (
+        "pointwise",
+        lambda x, b: (x + b.exp(), b.exp()),
+        lambda: [randn(9, 24), randn(24)],
+    ),
+    "expanded operand": (
+        "pointwise",
+        lambda x, b: x * b.expand(4, 6, 10),
+        lambda: [randn(4, 6, 10), randn(6, 1)],
+    ),
+    "strided operand": ("pointwise", lambda x: x.exp(), lambda: [randn(20, 30)[::2, 5:]]),
+    "causal mask": (
+        "pointwise",
+        lambda x: torch.where(
+            torch.arange(10) <= torch.arange(7)[:, None], x, torch.full((), -torch.inf)
+        ),
+        lambda: [randn(7, 10)],
+    ),
+    # tiled: an operand that is dense along another axis
+    "transpose": ("tiled", lambda x, y: x.t() + y, lambda: [randn(40, 70), randn(70, 40)]),
+    "transpose 128": ("tiled", lambda x, y: x.t() + y, lambda: [randn(128, 128), randn(128, 128)]),
+    "batched transpose": (
+        "tiled",
+        lambda x, y: x.transpose(1, 2) * y,
+        lambda: [randn(3, 40, 70), randn(3, 70, 40)],
+    ),
+    # rows in registers
+    "softmax": ("row", lambda x: F.softmax(x, -1), lambda: [randn(5, 3, 100)]),
+    "softmax 64": ("row", lambda x: F.softmax(x, -1), lambda: [randn(130, 64)]),
+    "softmax, other axis": ("row", lambda x: F.softmax(x, 1), lambda: [randn(5, 30, 12)]),
+    # 768 = 512 + 256: two segments, no mask
+    "norm 768": ("row", norm, lambda: [randn(2, 5, 768), randn(768), randn(768)]),
+    # 700: masked
+    "norm 700": ("row", norm, lambda: [randn(2, 5, 700), randn(700), randn(700)]),
+    # 5120 = 4096 + 1024
+    "norm 5120": ("row", norm, lambda: [randn(3, 5120), randn(5120), randn(5120)]),
+    "norm of a vector": ("row", lambda x: x / x.square().sum().sqrt(), lambda: [randn(30, 10)]),
+    "row variance": ("row", lambda x: x.var(-1), lambda: [randn(9, 50)]),
+    "row extremes": ("row", lambda x: (x.amax(-1), x.amin(-1)), lambda: [randn(9, 50)]),
+    "row of one element": ("pointwise", lambda x: x.sum(-1) * 2, lambda: [randn(9, 1)]),
+    "expanded row": ("row", lambda x: x.expand(9, 50).sum(-1), lambda: [randn(9, 1)]),
+    "gather": (
+        "row",
+        lambda x, t: F.log_softmax(x, -1).gather(1, t[:, None]),
+        lambda: [randn(20, 50), torch.randint(0, 50, (20,))],
+    ),
+    # rows in chunks
+    "softmax 20000": ("row", lambda x: F.softmax(x, -1), lambda: [randn(3, 20000)]),
+    "norm 20001": ("row", norm, lambda: [randn(2, 20001), randn(20001), randn(20001)]),
+    "log-softmax 20001": ("row", lambda x: F.log_softmax(x, -1), lambda: [randn(2, 20001) * 5]),
+    # columns
+    "bias gradient": (
+        "column",
+        lambda g, x: ((g * (x > 0)).sum((0, 1)), g * (x > 0)),
+        lambda: [randn(4, 50, 24), randn(4, 50, 24)],
+    ),
+    "few rows": ("column", lambda x: x.sum(0), lambda: [randn(3, 200)]),
+    "many rows": ("column", lambda x: x.sum(0).sqrt() + 1, lambda: [randn(2000, 8).abs()]),
+    "middle axis": ("column", lambda x: x.mean(1), lambda: [randn(3, 40, 24)]),
+    "column extremes": ("column", lambda x: (x.amax(0), x.amin(0)), lambda: [randn(300, 20)]),
+    "batch norm statistics": (
+        "column",
+        lambda x: torch.var_mean(x, (0, 2, 3), correction=1),
+        lambda: [randn(3, 16, 15, 15).to(memory_format=torch.channels_last) + 3],
+    ),
+    # both
+    "norm backward": ("row_column", norm_backward, backward_of((4, 9), 96)),
+    "norm backward, many rows": ("row_column", norm_backward, backward_of((301,), 128)),
+    "norm backward 768": ("row_column", norm_backward, backward_of((5,), 768)),
+    "row loss": (
+        "row_column",
+        row_loss,
+        lambda: [randn(50, 100), torch.randint(0, 100, (50,))],
+    ),
+    "loss and gradients": (
+        "row_column",
+        lambda a, b: ((a - b) * 0.01, (a - b).square().mean(), ((a - b) * 2).sum(0)),
+        lambda: [randn(300, 10), randn(300, 10)],
+    ),
+    # everything
+    "loss": (
+        "full",
+        lambda a, b: (a - b).square().mean(),
+        lambda: [randn(300, 100), randn(300, 100)],
+    ),
+    "norm and largest": (
+        "full",
+        lambda a: (a.square().sum().sqrt() * 2, a.amax()),
+        lambda: [randn(301, 100)],
+    ),
+    "variance of everything": ("full", lambda a: a.var() + a.mean(), lambda: [randn(301, 100)]),
+}
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("name", CASES)
+def test_against_aten(name: str, target: str) -> None:
+    schedule, fn, make = CASES[name]
+    kernel = check(fn, make(), table=NORMS, target=TARGETS[target])
+    assert kernel.launches[0].function == f"{schedule}_kernel"
+
+
+HALF = ["bias gelu", "norm 768", "norm 700", "softmax", "bias gradient", "norm backward", "loss"]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("name", HALF)
+def test_other_floating_types(name: str, dtype: torch.dtype) -> None:
+    _, fn, make = CASES[name]
+    kernel = check(fn, [value.to(dtype) for value in make()], table=NORMS)
+    assert ("tl.float64" in kernel.source) <= (dtype == torch.float64)
+
+
+MASKED: dict[str, Spec] = {
+    "flat": ("keep_vector", lambda m, x: m * x, lambda: [randn(6, 64)]),
+    # 396 divides by 4, but not by the block
+    "flat, odd": ("keep_vector", lambda m, x: m * x, lambda: [randn(6 * 66)]),
+    "rows of 96": ("keep", lambda m, x: F.softmax(m * x, -1), lambda: [randn(6, 3, 96)]),
+    # rows of 23 don't start at multiples of four: one call an element
+    "rows of 23": ("lib.keep(", lambda m, x: F.softmax(m * x, -1), lambda: [randn(60, 23)]),
+    "rows of 768": ("keep", lambda m, x: F.softmax(m * x, -1), lambda: [randn(5, 768)]),
+    "rows of 20000": ("keep_vector", lambda m, x: F.softmax(m * x, -1), lambda: [randn(2, 20000)]),
+    "columns": ("keep", lambda m, x: (m * x).sum(0), lambda: [randn(60, 24)]),
+    "everything": ("keep_vector", lambda m, x: (m * x).sum(), lambda: [randn(60, 24)]),
+    "transposed": ("keep_vector", lambda m, x: m.t() * x.t(), lambda: [randn(60, 24)]),
+    # walked across its rows: neighbours in the tile are far apart in the mask
+    "permuted": (
+        "lib.keep(",
+        lambda m, x: m.t().contiguous() * x.t().contiguous(),
+        lambda: [randn(60, 24)],
+    ),
+}
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("name", MASKED)
+def test_masks_are_the_operators_bits(name: str, target: str) -> None:
+    """One element dropped or kept differently is an error of the size of the element."""
+    function, body, make = MASKED[name]
+    seed = torch.tensor([-1234567890123456789])
+    (x,) = make()
+
+    def fn(seed: Tensor, x: Tensor) -> Any:
+        return body(torch.ops.trainfuse.keep_mask(seed, 3, 0.25, list(x.shape)), x)
+
+    kernel = check(fn, [seed, x], table=NORMS, target=TARGETS[target])
+    assert function in kernel.source
+
+
+@pytest.mark.parametrize("p", [0.0, 1.0, 0.1])
+def test_mask_itself(p: float) -> None:
+    def fn(seed: Tensor) -> Tensor:
+        return torch.ops.trainfuse.keep_mask(seed, 2**31 + 5, p, [7, 33])
+
+    check(fn, [torch.tensor([99])])
+
+
+def test_nan_wins_extremes() -> None:
+    x = randn(5, 40)
+    x[2, 7] = torch.nan
+    x[3, :] = -torch.inf
+    check(lambda x: (x.amax(-1), x.amin(-1), x.relu().amax(-1)), [x])
+    check(lambda x: (x.amax(0), x.amin(0)), [x])
+    check(lambda x: x.amax(), [x])
+
+
+def test_long_rows_of_minus_infinity() -> None:
+    """The running maximum of a chunk may be -inf: a mask of attention, or of a vocabulary."""
+    x = randn(3, 20000)
+    x[:, :9000] = -torch.inf
+    x[1, 12] = torch.nan
+    check(lambda x: F.softmax(x, -1), [x], table=NORMS)
+
+
+def test_integers_accumulate_in_int64() -> None:
+    x = torch.randint(-100, 100, (50, 30), dtype=torch.int32)
+    check(lambda x: (x.sum(0), x.sum(-1)), [x])
+    check(lambda x: (x > 3).sum(), [x])
+
+
+WITH_LARGE_MEAN: dict[str, tuple[Callable[..., Any], Maker]] = {
+    "held": (lambda x: x.var(-1), lambda: [randn(4, 900)]),
+    "chunks": (lambda x: x.var(-1), lambda: [randn(2, 20000)]),
+    "columns": (lambda x: x.var(0), lambda: [randn(900, 4)]),
+    "everything": (lambda x: x.var(), lambda: [randn(900, 4)]),
+}
+
+
+@pytest.mark.parametrize("name", WITH_LARGE_MEAN)
+def test_variance_survives_a_large_mean(name: str) -> None:
+    """In fp32 at 1e4, E[x^2] - E[x]^2 would be off by more than the variance itself."""
+    fn, make = WITH_LARGE_MEAN[name]
+    args = [x + 1e4 for x in make()]
+    case = trace(fn, args)
+    (ours,) = run_case(case, args, lowered(case, TARGETS["gpu"]))
+    assert error(ours, reference(case, args, torch.float64)[0]) < 1e-4
+
+
+def test_short_chunks_agree_with_registers() -> None:
+    options = CodegenOptions(max_row_in_registers=128, chunk=64)
+    check(norm, [randn(4, 300), randn(300), randn(300)], table=NORMS, options=options)
+    check(lambda x: F.softmax(x, -1), [randn(4, 256) * 9], table=NORMS, options=options)
+
+
+def test_equal_groups_have_one_key() -> None:
+    first = lowered(trace(norm, [randn(4, 64), randn(64), randn(64)], NORMS))
+    second = lowered(trace(lambda a, b, c: norm(a, b, c), [randn(4, 64)] + [randn(64)] * 2, NORMS))
+    other = lowered(trace(norm, [randn(4, 128), randn(128), randn(128)], NORMS))
+    assert first.key == second.key
+    assert first.key != other.key
+    assert first.source != other.source
+
+
+def test_results_repeat_bit_for_bit() -> None:
+    args = [randn(3000, 16)]
+    case = trace(lambda x: (x.sum(0), x.mean()), args)
+    kernel = lowered(case, TARGETS["gpu"])
+    first, second = run_case(case, args, kernel), run_case(case, args, kernel)
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+    assert torch.allclose(first[0], reference(case, args, None)[0], atol=1e-3)
+
+
+def test_a_wrong_kernel_fails_the_check() -> None:
+    """The comparison itself: a factor of 1 + 1e-6 is seen."""
+    args = [randn(50, 50)]
+    case = trace(lambda x: x * 2.0, args)
+    kernel = lowered(case)
+    wrong = run_case(case, args, lowered(trace(lambda x: x * 2.000002, args)))
+    right = reference(case, args, torch.float64)
+    assert error(run_case(case, args, kernel)[0], right[0]) <= 1e-7
+    assert error(wrong[0], right[0]) > 1e-7
+
+
+def test_64_bit_offsets_when_a_tensor_needs_them() -> None:
+    with FakeTensorMode():
+        huge = torch.empty(1 << 17, 1 << 15)
+    case = trace(lambda x: x * 2, [huge])
+    assert "tl.cast(tl.program_id(0), tl.int64)" in lowered(case).source
+    small = trace(lambda x: x * 2, [randn(4, 4)])
+    assert "int64" not in lowered(small).source
+
+
+REFUSED: dict[str, tuple[Callable[..., Any], str]] = {
+    "complex": (lambda x: x.to(torch.complex64) * 2, "complex64"),
+    "integer power": (lambda x: torch.pow(x.long(), x.long()), "power"),
+    "empty": (lambda x: torch.ops.aten.empty_like(x) + x, "creation"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refusals(name: str) -> None:
+    fn, reason = REFUSED[name]
+    case = trace(fn, [randn(4, 4)])
+    found = lower_nodes(case.nodes, case.outputs, SIMULATED)
+    assert isinstance(found, Refusal)
+    assert found.stage == "codegen"
+    assert reason in found.reason
