@@ -1,0 +1,33 @@
+"""`torch.compile(m, backend="trainfuse", options={...})`: regions, as a registered backend."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch import fx
+
+from trainfuse.capture.regions import region_backend
+from trainfuse.options import MODE, resolve
+from trainfuse.pipeline import Builder, joint_passes
+
+
+def backend(
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    *,
+    mode: str | None = None,
+    options: Mapping[str, Any] | None = None,
+    **_: Any,
+) -> Callable[..., Any]:
+    """Compile one of Dynamo's graphs, forward and backward, under the options of the call.
+
+    torch finds it by the entry point group `torch_dynamo_backends`. mode, options: as given to
+    torch.compile, which forbids giving both. Raises OptionError; Dynamo wraps it.
+    """
+    settings = resolve(mode=mode or MODE, options=dict(options or {})).settings()
+    if settings.chosen_backend == "none":
+        return gm.forward
+    passes = functools.partial(joint_passes, settings)
+    return region_backend(Builder(settings), passes)(gm, example_inputs)
