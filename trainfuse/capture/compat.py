@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, fx
 from torch._dynamo.backends.common import aot_autograd as _aot_autograd
 from torch._inductor.decomposition import select_decomp_table
+from torch.optim import optimizer as optimizer_module
 
 from autodiff.graph import Refusal
 
@@ -29,51 +30,46 @@ def pretend_compiling() -> Iterator[None]:
 
 def has_step_hooks(optimizer: torch.optim.Optimizer, ours: Callable[..., Any]) -> bool:
     """Whether anyone but trainfuse hooked this optimizer's step, or every optimizer's."""
-    from torch.optim import optimizer as module
+    if (
+        optimizer._optimizer_step_pre_hooks
+        or optimizer_module._global_optimizer_pre_hooks
+        or optimizer_module._global_optimizer_post_hooks
+    ):
+        return True
+    hooks = optimizer._optimizer_step_post_hooks
+    return any(getattr(hook, "__func__", None) is not ours for hook in hooks.values())
 
-    hooks = [
-        *optimizer._optimizer_step_pre_hooks.values(),
-        *optimizer._optimizer_step_post_hooks.values(),
-        *module._global_optimizer_pre_hooks.values(),
-        *module._global_optimizer_post_hooks.values(),
-    ]
-    return any(getattr(hook, "__func__", None) is not ours for hook in hooks)
 
-
-def has_parameter_hooks(param: Tensor) -> bool:
-    """Whether a hook would run when this parameter's gradient arrives."""
-    return bool(param._backward_hooks) or bool(
-        getattr(param, "_post_accumulate_grad_hooks", None)
-    )
+def any_parameter_hooks(params: Sequence[Tensor]) -> bool:
+    """Whether a hook would run when one of these parameters' gradients arrives."""
+    for p in params:
+        if p._backward_hooks or p._post_accumulate_grad_hooks:  # type: ignore[attr-defined]
+            return True
+    return False
 
 
 # -- Dynamo ---------------------------------------------------------------------------------------
 
 
-class dynamo_settings:
-    """Set Dynamo's configuration for one call, cheaply enough for every call.
+class DynamoSettings:
+    """Dynamo's configuration for the length of one call, cheap enough for every call.
 
-    `torch._dynamo.config.patch` costs more than a small step's launch.
+    `torch._dynamo.config.patch`, and even plain assignment, cost more than a small step's launch.
     """
 
-    __slots__ = ("_saved", "_wanted")
+    __slots__ = ("_apply", "_revert")
 
     def __init__(self, **wanted: Any) -> None:
-        self._wanted = wanted
-        self._saved: dict[str, Any] = {}
+        self._apply = torch._dynamo.config._make_closure_patcher(**wanted)
+        self._revert: Callable[[], None] | None = None
 
     def __enter__(self) -> None:
-        config = torch._dynamo.config
-        for name, value in self._wanted.items():
-            before = getattr(config, name)
-            if before != value:
-                self._saved[name] = before
-                setattr(config, name, value)
+        self._revert = self._apply()
 
     def __exit__(self, *_: object) -> None:
-        for name, value in self._saved.items():
-            setattr(torch._dynamo.config, name, value)
-        self._saved.clear()
+        assert self._revert is not None
+        self._revert()
+        self._revert = None
 
 
 def static_by_address(placeholder: fx.Node) -> bool:

@@ -10,6 +10,7 @@ import itertools
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from types import MappingProxyType
 from typing import Any
 
@@ -57,13 +58,13 @@ class OptimizerRow:
 
     states: names of the per-parameter tensors for one param group.
     call: torch's functional update over lists, given a group and role -> tensor.
-    fixed: group options that the template bakes in; a change makes a new handle.
+    options: what the template bakes in of a group; a change makes a new handle.
     refuse: why a group can't be taken, or None.
     """
 
     states: Callable[[Mapping[str, Any]], tuple[str, ...]]
     call: Callable[[Mapping[str, Any], dict[str, Tensor]], None]
-    fixed: tuple[str, ...]
+    options: Callable[[Mapping[str, Any]], tuple[Any, ...]]
     has_step: bool
     refuse: Callable[[Mapping[str, Any]], str | None]
 
@@ -135,14 +136,17 @@ def _refuse_sgd(group: Mapping[str, Any]) -> str | None:
 _ADAM = OptimizerRow(
     _adam_states,
     _call_adam,
-    ("betas", "eps", "weight_decay", "amsgrad", "maximize", "decoupled_weight_decay"),
+    itemgetter(
+        "betas", "eps", "weight_decay", "amsgrad", "maximize", "decoupled_weight_decay",
+        "differentiable",
+    ),  # fmt: skip
     True,
     _refuse_common,
 )
 _SGD = OptimizerRow(
     lambda group: ("momentum_buffer",) if group["momentum"] else (),
     _call_sgd,
-    ("momentum", "dampening", "weight_decay", "nesterov", "maximize"),
+    itemgetter("momentum", "dampening", "weight_decay", "nesterov", "maximize", "differentiable"),
     False,
     _refuse_sgd,
 )
@@ -224,7 +228,9 @@ class UpdateHandle:
     they change. Learning rates are device scalars, refreshed by `before_step`.
     """
 
-    def __init__(self, number: int, optimizer: torch.optim.Optimizer, signature: object) -> None:
+    def __init__(
+        self, number: int, optimizer: torch.optim.Optimizer, signature: list[Any]
+    ) -> None:
         self.id = number
         self.signature = signature
         self._optimizer = weakref.ref(optimizer)
@@ -238,8 +244,14 @@ class UpdateHandle:
         self._steps_stale = True
         self._templates: dict[object, UpdateTemplate] = {}
         self.zeroed = False
+        self.refusal = self._refuse(optimizer)
         optimizer.register_load_state_dict_post_hook(self._mark_stale)
         optimizer.register_step_post_hook(self._mark_stale)
+
+    def _refuse(self, optimizer: torch.optim.Optimizer) -> Refusal | None:
+        name = type(optimizer).__name__
+        reasons = (self.row.refuse(group) for group in optimizer.param_groups)
+        return next((Refusal("capture", f"{name}: {r}", name) for r in reasons if r), None)
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
@@ -384,29 +396,24 @@ _LATEST: weakref.WeakKeyDictionary[torch.optim.Optimizer, UpdateHandle] = (
 _NUMBERS = itertools.count(1)
 
 
-def refuse_optimizer(optimizer: torch.optim.Optimizer) -> Refusal | None:
-    """Why an optimizer's step can't be part of a whole step, or None."""
+def admit_optimizer(optimizer: torch.optim.Optimizer) -> Refusal | UpdateHandle:
+    """The optimizer's handle, or why its step can't be part of a whole step."""
     name = type(optimizer).__name__
-    row = ROWS.get(type(optimizer))
-    if row is None:
+    if type(optimizer) not in ROWS:
         known = ", ".join(sorted(t.__name__ for t in ROWS))
         return Refusal("capture", f"optimizer {name} has no traced update (known: {known})", name)
     if compat.has_step_hooks(optimizer, ours=UpdateHandle._mark_stale):
         return Refusal("capture", f"{name} has step hooks, which a whole step would skip", name)
-    for group in optimizer.param_groups:
-        reason = row.refuse(group)
-        if reason is not None:
-            return Refusal("capture", f"{name}: {reason}", name)
-    return None
+    handle = handle_for(optimizer)
+    return handle.refusal or handle
 
 
 def handle_for(optimizer: torch.optim.Optimizer) -> UpdateHandle:
     """The optimizer's handle; a new one once its options or parameter list changed."""
     row = ROWS[type(optimizer)]
-    signature = tuple(
-        (tuple(group[name] for name in row.fixed), tuple(map(id, group["params"])))
-        for group in optimizer.param_groups
-    )
+    signature = [
+        (row.options(group), tuple(map(id, group["params"]))) for group in optimizer.param_groups
+    ]
     handle = _LATEST.get(optimizer)
     if handle is None or handle.signature != signature:
         handle = UpdateHandle(next(_NUMBERS), optimizer, signature)

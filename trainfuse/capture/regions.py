@@ -84,7 +84,7 @@ class Regions:
             fullgraph=fullgraph,
             dynamic=False if dynamic is None else dynamic,
         )
-        self._settings = compat.dynamo_settings(
+        self._settings = compat.DynamoSettings(
             recompile_limit=max_plans,
             accumulated_recompile_limit=1 << 20,
             skip_nnmodule_hook_guards=False,

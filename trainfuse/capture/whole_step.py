@@ -15,7 +15,7 @@ from autodiff.graph import Refusal
 from trainfuse.capture import compat
 from trainfuse.capture.lift import PHASE_KEY, Captured, CaptureRefused, input_fact, lift
 from trainfuse.capture.objects import Found, find_objects
-from trainfuse.capture.optimizers import UpdateHandle, handle_for, refuse_optimizer
+from trainfuse.capture.optimizers import UpdateHandle, admit_optimizer
 
 Build = Callable[[Captured], Callable[[list[Any]], Sequence[Any]]]
 """Turns a captured graph into a callable over its placeholders' values."""
@@ -97,21 +97,21 @@ def _detached(target: Callable[..., Any]) -> Callable[..., Any]:
     )
 
 
-def refuse_whole_step(found: Found) -> Refusal | None:
-    """Preconditions of whole-step capture, checked before every call; None if they hold."""
+def admit_whole_step(found: Found) -> list[UpdateHandle] | Refusal:
+    """Handles of the step's optimizers, or the precondition that fails; asked before every call."""
     if found.wrappers:
         return Refusal("capture", f"{found.wrappers[0]} needs its own backward hooks")
+    handles = []
     for optimizer in found.optimizers:
-        refusal = refuse_optimizer(optimizer)
-        if refusal is not None:
-            return refusal
-        for group in optimizer.param_groups:
-            for p in group["params"]:
-                if compat.has_parameter_hooks(p):
-                    return Refusal(
-                        "capture", "a parameter has a gradient hook, which a whole step would skip"
-                    )
-    return None
+        admitted = admit_optimizer(optimizer)
+        if isinstance(admitted, Refusal):
+            return admitted
+        if compat.any_parameter_hooks(admitted.params):
+            return Refusal(
+                "capture", "a parameter has a gradient hook, which a whole step would skip"
+            )
+        handles.append(admitted)
+    return handles
 
 
 class WholeStep:
@@ -130,11 +130,12 @@ class WholeStep:
         self._build = build
         self._keep = keep_gradients
         self._swaps: dict[int, _Swap] = {}
+        self._handles: list[UpdateHandle] = []
         self._code = _detached(target)
         self._compiled = torch.compile(
             self._code, backend=self._backend, fullgraph=True, dynamic=False
         )
-        self._settings = compat.dynamo_settings(
+        self._settings = compat.DynamoSettings(
             trace_autograd_ops=True,
             recompile_limit=max_plans,
             accumulated_recompile_limit=1 << 20,
@@ -149,13 +150,16 @@ class WholeStep:
         if self.found is None or not self.found.optimizers:
             self.found = find_objects(self.target, args)
         if self.refusal is None:
-            self.refusal = refuse_whole_step(self.found)
+            admitted = admit_whole_step(self.found)
+            if isinstance(admitted, Refusal):
+                self.refusal = admitted
+            else:
+                self._handles = admitted
         return self.refusal is None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run one step; raises CaptureRefused, with nothing changed, when it can't be captured."""
-        assert self.found is not None, "ready() comes first"
-        swaps = [self._swap(optimizer) for optimizer in self.found.optimizers]
+        swaps = [self._swap(handle) for handle in self._handles]
         try:
             for swap in swaps:
                 swap.handle.before_step()
@@ -185,11 +189,10 @@ class WholeStep:
         """Forget every plan."""
         compat.reset_frame(self._code)
 
-    def _swap(self, optimizer: torch.optim.Optimizer) -> _Swap:
-        handle = handle_for(optimizer)
+    def _swap(self, handle: UpdateHandle) -> _Swap:
         swap = self._swaps.get(handle.id)
         if swap is None:
-            swap = self._swaps[handle.id] = _Swap(optimizer, handle, self._keep)
+            swap = self._swaps[handle.id] = _Swap(handle.optimizer, handle, self._keep)
         return swap
 
     def _backend(self, gm: fx.GraphModule, examples: Sequence[Any], **_: Any) -> Any:
