@@ -11,6 +11,8 @@ from trainfuse.codegen.tile import Segment, TileAxis, divide_up, power_of_two
 
 COLUMNS = 128
 ROWS = 16
+WARPS = 4
+PROGRAMS_PER_SM = 4
 
 
 def build(group: Group, target: Target, options: CodegenOptions) -> Module:
@@ -23,7 +25,7 @@ def build(group: Group, target: Target, options: CodegenOptions) -> Module:
     # Few columns idle the multiprocessors: take more slabs of rows, and taller tiles.
     rows = ROWS * max(1, COLUMNS // block) if not target.interpreted else max(1, 16384 // block)
     rows = min(rows, power_of_two(total))
-    wanted = max(1, 4 * target.num_sms // tiles)
+    wanted = max(1, PROGRAMS_PER_SM * target.num_sms // tiles)
     slabs = min(wanted, divide_up(total, rows), accumulate.MAX_PROGRAMS)
     row_mask = "row_mask" if total % rows else ""
     col_mask = "col_mask" if width % block else ""
@@ -42,5 +44,5 @@ def build(group: Group, target: Target, options: CodegenOptions) -> Module:
     if col_mask:
         prologue.append("col_mask = col < COLS")
     doc = f"Sums over rows: {describe(group, needed(group))}."
-    plan = accumulate.Plan(slabs, rows, "column_kernel", doc, 4, tiles)
+    plan = accumulate.Plan(slabs, rows, "column_kernel", doc, WARPS, tiles)
     return accumulate.build(group, target, tile, plan, prologue)

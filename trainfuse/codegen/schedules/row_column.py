@@ -7,10 +7,12 @@ from trainfuse.codegen.ir import Module
 from trainfuse.codegen.schedules import accumulate
 from trainfuse.codegen.schedules.common import column_segments, describe, live_tiles, needed
 from trainfuse.codegen.targets import CodegenOptions, Target
-from trainfuse.codegen.tile import Segment, TileAxis, divide_up, power_of_two
+from trainfuse.codegen.tile import Segment, TileAxis, divide_up, floor_power, power_of_two
 from trainfuse.codegen.triton_ops import Unsupported
 
 PROGRAMS_PER_SM = 2
+ELEMENTS_A_STEP = 1024
+WARPS = 4
 TILE_REGISTERS = 160
 
 
@@ -23,13 +25,13 @@ def build(group: Group, target: Target, options: CodegenOptions) -> Module:
     held = sum(segment.width for segment in segments)
     sums = sum(bool(reduced & frozenset(domain.rows)) for reduced in domain.reduced.values())
     live = live_tiles(group) + sums
-    warps = 4
+    warps = WARPS
     while warps < 16 and held * live / (32 * warps) > TILE_REGISTERS / 2:
         warps *= 2
     if held * live / (32 * warps) > TILE_REGISTERS:
         raise Unsupported(group.nodes[-1], "its columns are too many to accumulate in registers")
-    budget = 8192 if target.interpreted else 1024
-    rows = max(1, min(budget // held, power_of_two(total)))
+    budget = 8192 if target.interpreted else ELEMENTS_A_STEP
+    rows = min(floor_power(max(1, budget // held)), power_of_two(total))
     programs = min(PROGRAMS_PER_SM * target.num_sms, divide_up(total, rows))
     row_mask = "row_mask" if total % rows else ""
     tile = [
