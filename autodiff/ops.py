@@ -222,7 +222,7 @@ def draws_randomness(node: fx.Node) -> bool:
         return True
     position = names.index("dropout_p")
     given = node.args[position] if position < len(node.args) else node.kwargs.get("dropout_p", 0.0)
-    return given != 0.0
+    return not (isinstance(given, float) and given == 0.0)
 
 
 def is_effect(node: fx.Node) -> bool:
