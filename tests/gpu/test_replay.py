@@ -193,6 +193,12 @@ def test_a_capture_that_fails_leaves_the_step_running(monkeypatch: pytest.Monkey
     torch.testing.assert_close(drawn, expected, rtol=0, atol=0)
     assert not plan.cuda_graph.used
     assert "capture failed" in plan.cuda_graph.reason
+    assert torch.cuda.current_stream() == torch.cuda.default_stream()
+    monkeypatch.undo()
+    other = Plan(trace(draw, [x]), None, {}, {}, RuntimeOptions("eager"), cuda_graph="require")
+    for _ in range(3):
+        other([x])
+    assert other.cuda_graph.used
 
 
 def test_plans_of_many_sizes_share_one_pool() -> None:

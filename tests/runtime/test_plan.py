@@ -26,6 +26,10 @@ from trainfuse.runtime.plan import Plan
 from trainfuse.runtime.program import RuntimeOptions
 from trainfuse.runtime.snapshot import restored_on_failure
 
+pytestmark = [  # triton 3.6 and torch 2.11 warn about themselves
+    pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning"),
+]
 # a scalar parameter, one block and a tail, several chunks
 SHAPES = ((), (3, 5), (1500,), (70, 90))
 OPTIMIZERS = {

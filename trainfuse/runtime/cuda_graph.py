@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -78,6 +79,31 @@ def _pool(device: int) -> Any:
     return _pools[device]
 
 
+_epoch = [0]
+"""Counts failed captures: each replaces the generator's state, so older graphs must be redone."""
+
+
+@contextmanager
+def _undone_on_failure(device: int) -> Iterator[None]:
+    """Put back what torch leaves behind when a capture is invalidated.
+
+    Its context then stays on the capturing stream, the default generator believes that a capture
+    is under way, and the allocator takes the pool to be in use.
+    """
+    generator = torch.cuda.default_generators[device]
+    clean, stream = generator.clone_state(), torch.cuda.current_stream(device)
+    finished = False
+    try:
+        yield
+        finished = True
+    finally:
+        if not finished:
+            torch.cuda.set_stream(stream)
+            generator.graphsafe_set_state(clean)
+            _pools.pop(device, None)
+            _epoch[0] += 1
+
+
 def is_static(tg: TrainingGraph) -> tuple[bool, ...]:
     """Which inputs keep their address from step to step: parameters and buffers."""
     updated = {
@@ -121,25 +147,20 @@ class Replay:
         self._inputs = inputs
         self.addresses = self._addresses(args)
         self._graph = torch.cuda.CUDAGraph()
-        device = stream.device.index
-        state = torch.cuda.get_rng_state(device)
-        captured = False
-        try:
+        with _undone_on_failure(stream.device.index):
+            # thread_local: a data loader's thread may allocate meanwhile
             with torch.cuda.graph(
                 self._graph,
-                pool=_pool(device),
+                pool=_pool(stream.device.index),
                 stream=stream,
                 capture_error_mode="thread_local",
             ):
                 self._outputs = program(list(inputs))
-            captured = True
-        finally:
-            if not captured:
-                torch.cuda.set_rng_state(state, device)
+        self._epoch = _epoch[0]
 
     def moved(self, args: Sequence[Tensor]) -> bool:
-        """Whether an input that is read in place is now somewhere else."""
-        return self._addresses(args) != self.addresses
+        """Whether what was captured is out of date: an input or the generator is another one."""
+        return self._epoch != _epoch[0] or self._addresses(args) != self.addresses
 
     def __call__(self, args: Sequence[Tensor]) -> list[Any]:
         """One step on the current stream."""
