@@ -28,7 +28,6 @@ MAX_CHAIN = 8
 WORTHWHILE = 0.75
 # Statistics may add this much to what is held across the phases.
 HELD_MARGIN = 1.05
-MAX_READERS = 3
 _FUSIBLE_KINDS = frozenset({"pointwise", "reduction", "gather"})
 
 
@@ -47,10 +46,12 @@ def recompute_from_statistics(tg: TrainingGraph) -> TrainingGraph:
     """
     flow = Flow(tg)
     chosen: list[tuple[fx.Node, _Again]] = []
+    pinned: set[fx.Node] = set()  # read by a copy, so they stay saved
     for value in reversed(flow.compute):
-        again = _cheaper(flow, value)
+        again = None if value in pinned else _cheaper(flow, value)
         if again is not None:
             chosen.append((value, again))
+            pinned.update(again.leaves)
     if not chosen:
         return tg
     edit = GraphEdit(tg)
@@ -86,7 +87,7 @@ def _cheaper(flow: Flow, value: fx.Node) -> _Again | None:
         flow.tg.phase(value) != "forward"
         or _kind(value) != "pointwise"
         or _in_memory(flow, value)
-        or not 0 < len(late) <= MAX_READERS
+        or len(late) != 1  # several kernels would each compute it, or one write it for the rest
     ):
         return None
     again = _chain(flow, value)
