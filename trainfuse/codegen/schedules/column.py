@@ -10,7 +10,7 @@ from trainfuse.codegen.targets import CodegenOptions, Target
 from trainfuse.codegen.tile import Segment, TileAxis, divide_up, power_of_two
 
 COLUMNS = 128
-ROWS = 16
+ROWS = 32
 WARPS = 4
 PROGRAMS_PER_SM = 4
 

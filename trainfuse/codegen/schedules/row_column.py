@@ -10,7 +10,7 @@ from trainfuse.codegen.targets import CodegenOptions, Target
 from trainfuse.codegen.tile import Segment, TileAxis, divide_up, floor_power, power_of_two
 from trainfuse.codegen.triton_ops import Unsupported
 
-PROGRAMS_PER_SM = 2
+PROGRAMS_PER_SM = 4
 ELEMENTS_A_STEP = 1024
 WARPS = 4
 TILE_REGISTERS = 160
