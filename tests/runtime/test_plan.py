@@ -299,3 +299,28 @@ def test_without_a_compiler_inductor_becomes_aten_with_one_line(
     lines = [r.getMessage() for r in caplog.records if "Inductor can't compile" in r.getMessage()]
     assert len(lines) == 1
     assert "install g++" in lines[0]
+
+
+def test_inductor_code_that_fails_when_it_runs_becomes_aten(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    tries: list[int] = []
+
+    def broken(*_: Any, **__: Any) -> Any:
+        def code(*_: Any) -> Any:
+            tries.append(1)
+            raise AssertionError("expected stride 1")
+
+        return code
+
+    monkeypatch.setattr("torch._inductor.standalone_compile", broken)
+    args = [randn(8, 6), randn(6, 5), randn(8, 5)]
+    tg = trace(block, args, backward_from=4)
+    plan = Plan(tg, None, {}, {}, RuntimeOptions("inductor"))
+    for _ in range(3):
+        torch.testing.assert_close(plan(list(args)), list(block(*args)))
+    assert len(tries) == 2, "one try for each phase"
+    assert "_graph_" not in plan.source
+    lines = [r.getMessage() for r in caplog.records if "runs as ATen" in r.getMessage()]
+    assert len(lines) == 2
+    assert "expected stride 1" in lines[0]

@@ -265,3 +265,16 @@ def test_a_value_made_twice_is_not_written_over_an_input_still_read() -> None:
     ]
     steps.insert(1, Step("aten", tuple(add.all_input_nodes), (add,), node=add))
     assert place_mutations(tg, steps).in_place == {}
+
+
+def test_a_store_may_come_before_an_unrelated_load_of_the_input() -> None:
+    def fn(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        return y * 2.0, torch.exp(x)
+
+    args = [randn(8), randn(8)]
+    tg = trace(fn, args, mutates=(1,))
+    mul, exp = tg.nodes()
+    group = group_of(tg, "forward_0", [exp, mul])
+    assert group.outputs == (exp, mul)
+    step = Step("group", group.inputs, group.outputs, name="forward_0", group=group)
+    assert place_mutations(tg, [step]).in_place == {}

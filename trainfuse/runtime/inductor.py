@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +12,9 @@ from torch import Tensor, fx
 
 from autodiff import ops
 from autodiff.graph import Phase, TrainingGraph
+from autodiff.reference import run_nodes
 from trainfuse.log import get_logger, say_once
+from trainfuse.runtime.emit import operators
 from trainfuse.runtime.fallback import Boundary, Failure
 from trainfuse.runtime.memory import is_view
 
@@ -94,26 +97,65 @@ def segment_module(tg: TrainingGraph, segment: Segment) -> fx.GraphModule:
     return fx.GraphModule(tg.gm, graph)
 
 
-def compile_segment(
-    tg: TrainingGraph, segment: Segment, boundary: Boundary
-) -> Callable[..., Sequence[Any]] | None:
+class SegmentCall:
+    """A compiled segment as the program calls it; `failed` once its first call fell to ATen."""
+
+    def __init__(
+        self, segment: Segment, key: str, code: Callable[..., Sequence[Any]], boundary: Boundary
+    ) -> None:
+        self.segment, self._key, self._code, self._boundary = segment, key, code, boundary
+        self._trusted = False
+        self.failed = False
+
+    def __call__(self, *inputs: Any) -> Sequence[Any]:
+        """The segment's outputs."""
+        if self._trusted:
+            return self._code(*inputs)
+        result = self._boundary.attempt(lambda: self._code(*inputs), "inductor")
+        if not isinstance(result, str):
+            self._trusted = True
+            return result
+        self.failed = True
+        self._boundary.record(self._key, _failure(self.segment, result))
+        values = run_nodes(self.segment.nodes, dict(zip(self.segment.inputs, inputs, strict=True)))
+        return [values[node] for node in self.segment.outputs]
+
+
+def compile_segment(tg: TrainingGraph, segment: Segment, boundary: Boundary) -> SegmentCall | None:
     """Inductor's code for a segment, or None, with one line of explanation, where it has none."""
-    result = boundary.attempt(lambda: _compile(tg, segment), "inductor")
+    module = segment_module(tg, segment)
+    key = segment_key(module)
+    if key in boundary.failures:
+        return None
+    result = boundary.attempt(lambda: _compile(module, segment), "inductor")
     if isinstance(result, str):
         if not boundary.allowed:
-            boundary.record(segment.name, Failure(segment.name, "inductor", result))
+            boundary.record(key, _failure(segment, result))
         hint = ": no C++ compiler (install g++)" if "Compiler" in result else f": {result}"
         line = f"Inductor can't compile here{hint}; the step runs as plain ATen"
         say_once("fallback", f"inductor {hint}", line)
         return None
     _log.info("compiled %s with Inductor, %d nodes", segment.name, len(segment.nodes))
-    return result
+    return SegmentCall(segment, key, result, boundary)
 
 
-def _compile(tg: TrainingGraph, segment: Segment) -> Callable[..., Sequence[Any]]:
+def segment_key(module: fx.GraphModule) -> str:
+    """A hash of what is compiled: operators, constants, shapes, strides and dtypes."""
+    layouts = [
+        (v.shape, v.stride(), v.dtype, v.device)
+        for node in module.graph.nodes
+        if isinstance(v := node.meta.get("val"), Tensor)
+    ]
+    return hashlib.sha256(f"{module.code}{layouts}".encode()).hexdigest()
+
+
+def _failure(segment: Segment, problem: str) -> Failure:
+    return Failure(segment.name, "inductor", problem, operators(segment.nodes))
+
+
+def _compile(module: fx.GraphModule, segment: Segment) -> Callable[..., Sequence[Any]]:
     import torch._inductor as inductor
 
-    module = segment_module(tg, segment)
     examples = [_example(n.meta["val"]) for n in segment.inputs]
     with torch.no_grad():
         return inductor.standalone_compile(

@@ -170,8 +170,23 @@ def _elementwise(
         return False
     if any(roots[node] is target and node is not target for node in group.inputs):
         return False  # also read through a view, in another order
+    if not _depends(group, value, target):
+        return False  # the kernel may store the value before it loads the old one
     covered = {axis for dim in domain.axes[value] for axis in dim}
     return all(size == 1 or axis in covered for axis, size in enumerate(domain.sizes))
+
+
+def _depends(group: FusionGroup, value: fx.Node, target: fx.Node) -> bool:
+    """Whether the group computes `value` from `target`."""
+    inside, stack = set(group.nodes), [value]
+    while stack:
+        node = stack.pop()
+        if node is target:
+            return True
+        if node in inside:
+            inside.discard(node)
+            stack.extend(node.all_input_nodes)
+    return False
 
 
 def deaths(plan: MemoryPlan, tg: TrainingGraph) -> list[tuple[fx.Node, ...]]:

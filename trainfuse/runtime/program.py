@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import linecache
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -22,7 +22,13 @@ from trainfuse.runtime.emit import Printer
 from trainfuse.runtime.fallback import Boundary
 from trainfuse.runtime.foreach import UpdateCall
 from trainfuse.runtime.gate import Gate
-from trainfuse.runtime.inductor import Segment, compile_segment, cut, worth_compiling
+from trainfuse.runtime.inductor import (
+    Segment,
+    SegmentCall,
+    compile_segment,
+    cut,
+    worth_compiling,
+)
 from trainfuse.runtime.launch import INTERPRETER, GroupLauncher
 from trainfuse.runtime.memory import Step, place_mutations
 
@@ -61,7 +67,7 @@ class RuntimeOptions:
 class Program:
     """Executable text. `source` is what runs; pdb and tracebacks show it.
 
-    groups: launches by group name. updates: calls by name. Called with a list of inputs, which it
+    groups, segments, updates: what the text calls, by name. Called with a list of inputs, which it
     empties, so that each can be freed at its last use; returns the user's outputs. Mutated inputs
     are written in place.
     """
@@ -71,10 +77,11 @@ class Program:
         source: str,
         namespace: Mapping[str, Any],
         groups: Mapping[str, GroupCall],
+        segments: Mapping[str, SegmentCall],
         updates: Mapping[str, UpdateCall],
     ) -> None:
         self.source = source
-        self.groups, self.updates = dict(groups), dict(updates)
+        self.groups, self.segments, self.updates = dict(groups), dict(segments), dict(updates)
         self.filename = f"<trainfuse program {next(_numbers)}>"
         lines = source.splitlines(keepends=True)
         linecache.cache[self.filename] = (len(source), None, lines, self.filename)
@@ -90,8 +97,9 @@ class Program:
 
     @property
     def failed(self) -> list[str]:
-        """Groups that turned out to need ATen since the text was printed."""
-        return [name for name, call in self.groups.items() if call.failed]
+        """Groups and segments that turned out to need ATen since the text was printed."""
+        calls = {**self.groups, **self.segments}
+        return [name for name, call in calls.items() if call.failed]
 
 
 def build_program(
@@ -119,7 +127,9 @@ def build_program(
     printer = Printer(tg, memory, builder.callables)
     source = printer.render()
     _log.info("Optimized Graph:\n%s", source)
-    return Program(source, printer.namespace, builder.groups, builder.updates)
+    return Program(
+        source, printer.namespace, builder.groups, builder.segment_calls, builder.updates
+    )
 
 
 class _Builder:
@@ -136,6 +146,7 @@ class _Builder:
         self.steps: list[Step] = []
         self.callables: dict[str, Any] = {}
         self.groups: dict[str, GroupCall] = {}
+        self.segment_calls: dict[str, SegmentCall] = {}
         self.updates: dict[str, UpdateCall] = {}
 
     def nodes(self, nodes: Iterable[fx.Node]) -> None:
@@ -214,8 +225,8 @@ class _Builder:
             else:
                 self._segment(part, code)
 
-    def _segment(self, part: Segment, code: Callable[..., Sequence[Any]]) -> None:
-        self.callables[part.name] = code
+    def _segment(self, part: Segment, code: SegmentCall) -> None:
+        self.segment_calls[part.name] = self.callables[part.name] = code
         step = Step("graph", part.inputs, part.outputs, node=part.nodes[0], name=part.name)
         self.steps.append(step)
 
