@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .joins import joins
 from .rewrite import is_row_major, known_equal
 
 Formula = Callable[..., Any]
@@ -302,6 +303,7 @@ def composites() -> dict[Any, Formula]:
     """Every operator that is kept whole until recompute has run, with its formula."""
     aten = torch.ops.aten
     return {
+        **joins(),
         aten._softmax.default: softmax,
         aten._softmax_backward_data.default: softmax_backward,
         aten._log_softmax.default: log_softmax,
