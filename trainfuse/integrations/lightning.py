@@ -153,7 +153,7 @@ class FusionCallback(*callback_bases()):  # type: ignore[misc]  # the bases depe
         loop = self._loop
         if not self.arguments["metrics"] or loop is None:
             return
-        if trainer.global_step % trainer.log_every_n_steps == 0:
+        if trainer.global_step % max(trainer.log_every_n_steps, 1) == 0:
             for logger in trainer.loggers:
                 logger.log_metrics(
                     {"trainfuse/plans": loop.num_plans, "trainfuse/whole_step": int(loop.whole)},

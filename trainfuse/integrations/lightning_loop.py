@@ -195,6 +195,8 @@ class FusedLoop:
                 outputs = self._run(optimizer, batch_idx, kwargs)
             if self.plain_meter.full and self._device is not None:
                 self._plain_bytes = torch.cuda.memory_reserved(self._device)
+                # a CUDA graph's pool can't use, and during capture not free, what these cached
+                torch.cuda.empty_cache()
             return outputs
         with self.fused_meter.measure():
             outputs = self._whole_step(optimizer, kwargs) if self._applies() else None

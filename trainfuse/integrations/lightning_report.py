@@ -68,6 +68,6 @@ class FusionReport:
                 speed += f", {self.plain_ms / self.fused_ms:.2f}x plain Lightning"
             parts.append(speed)
         if self.extra_bytes is not None:
-            parts.append(f"{self.extra_bytes / 2**20:.0f} MiB more reserved")
+            parts.append(f"{self.extra_bytes / 2**20:+.0f} MiB reserved")
         parts.append(f"gate {self.gate}")
         return "trainfuse: " + "; ".join(parts)
