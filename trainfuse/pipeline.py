@@ -38,6 +38,7 @@ from trainfuse.fields import Settings
 from trainfuse.fusion.grouping import plan_fusion
 from trainfuse.fusion.plan import FusionOptions, FusionPlan
 from trainfuse.fusion.rewrites.update_casts import fold_update_casts
+from trainfuse.fusion.rewrites.weight_casts import batch_weight_casts
 from trainfuse.runtime.cache import shared_cache
 from trainfuse.runtime.fallback import Boundary
 from trainfuse.runtime.gate import Gate
@@ -88,6 +89,13 @@ def _fold(state: State) -> State:
     if state.facts.backend != "triton":
         return state
     return replace(state, graph=fold_update_casts(state.graph))
+
+
+def _casts(state: State) -> State:
+    # Inductor and the eager interpreter fuse, or check, node by node
+    if state.facts.backend != "triton" or state.facts.settings.single_node:
+        return state
+    return replace(state, graph=batch_weight_casts(state.graph))
 
 
 def _slice(state: State) -> State:
@@ -146,6 +154,7 @@ PASSES: tuple[tuple[str, Callable[[State], State], str], ...] = (
     ("creations", _graph_pass(detach_creations), "constants read no tensor for its shape"),
     ("tidy", _graph_pass(cleanup), "what decomposition left"),
     ("update casts", _fold, "the update reads half gradients itself"),
+    ("weight casts", _casts, "casts that no kernel of ours can take in are made together"),
     ("slice", _slice, "differentiable subgraphs, small ones dissolved; nodes are final now"),
     ("fuse", _fuse, "groups per phase, each with its iteration domain"),
     ("lower", _lower, "one kernel source a group, or a refusal"),

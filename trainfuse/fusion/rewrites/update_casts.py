@@ -12,6 +12,7 @@ import torch
 from torch import fx
 
 from autodiff.graph import TrainingGraph
+from autodiff.rewrite import GraphEdit
 
 _CASTS = (
     torch.ops.aten._to_copy.default,
@@ -24,19 +25,14 @@ def fold_update_casts(tg: TrainingGraph) -> TrainingGraph:
     update = torch.ops.trainfuse.update.default
     if not any(node.target is update for node in tg.graph.nodes):
         return tg
-    tg, _ = tg.copy()
-    facts = dict(tg.facts)
-    for node in tg.graph.nodes:
+    edit = GraphEdit(tg)
+    for node in list(edit.graph.nodes):
         if node.target is not update:
             continue
         params, grads, handle = node.args
         node.args = (params, [_uncast(p, g) for p, g in zip(params, grads, strict=True)], handle)
-        for grad in grads:
-            if not grad.users and grad.op == "call_function":
-                tg.graph.erase_node(grad)
-                facts.pop(grad)
-    tg.gm.recompile()
-    return tg.replace(facts=facts)
+    edit.eliminate_dead()
+    return edit.finish()
 
 
 def _uncast(param: fx.Node, grad: fx.Node) -> fx.Node:
