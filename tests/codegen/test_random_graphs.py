@@ -105,7 +105,7 @@ def test_random_graphs(program: Program, seed: int) -> None:
     if isinstance(kernel, Refusal):
         assert kernel.stage == "codegen"
         return
-    check(fn, inputs, target=GPU)
+    check(fn, inputs, target=GPU, walk=True)
 
 
 def test_most_random_graphs_have_kernels() -> None:

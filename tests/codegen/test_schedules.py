@@ -125,12 +125,23 @@ CASES: dict[str, Spec] = {
     "softmax 20000": ("row", lambda x: F.softmax(x, -1), lambda: [randn(3, 20000)]),
     "norm 20001": ("row", norm, lambda: [randn(2, 20001), randn(20001), randn(20001)]),
     "log-softmax 20001": ("row", lambda x: F.log_softmax(x, -1), lambda: [randn(2, 20001) * 5]),
+    "cross-entropy of 20000": (
+        "row",
+        lambda x, t: -F.log_softmax(x, -1).gather(1, t[:, None]).squeeze(1),
+        lambda: [randn(3, 20000) * 5, torch.tensor([7, 19999, 0])],
+    ),
+    "extremes and sums of 20000": (
+        "row",
+        lambda x: (x.amax(-1), x.exp().sum(-1), (x - x.amin(-1, keepdim=True)).exp().sum(-1)),
+        lambda: [randn(3, 20000)],
+    ),
     # columns
     "bias gradient": (
         "column",
         lambda g, x: ((g * (x > 0)).sum((0, 1)), g * (x > 0)),
         lambda: [randn(4, 50, 24), randn(4, 50, 24)],
     ),
+    "few long rows": ("column", lambda x: x.square().mean(-1), lambda: [randn(3, 40000)]),
     "few rows": ("column", lambda x: x.sum(0), lambda: [randn(3, 200)]),
     "many rows": ("column", lambda x: x.sum(0).sqrt() + 1, lambda: [randn(2000, 8).abs()]),
     "middle axis": ("column", lambda x: x.mean(1), lambda: [randn(3, 40, 24)]),

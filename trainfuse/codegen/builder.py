@@ -54,6 +54,7 @@ class Builder:
     """Statements of one kernel under construction.
 
     segmented: the tile axis that has several segments; values along it have a name for each.
+    suffix: of new names, where values are emitted a second time at other places of the tile.
     """
 
     def __init__(self, group: Group, tile: Sequence[TileAxis], segmented: str) -> None:
@@ -67,6 +68,7 @@ class Builder:
         self.args: dict[ArgRef, None] = {}
         self.names: dict[fx.Node, str] = {}
         self.computed = 0
+        self.suffix = ""
         self.sizes: dict[int, str] = {}
         self.inputs = {node: index for index, node in enumerate(group.inputs)}
 
@@ -119,7 +121,7 @@ class Builder:
     ) -> tuple[list[str], int]:
         """Names for a new value, and its depth."""
         count = self.segments(deps)
-        base = self.name_of(node)
+        base = self.name_of(node) + self.suffix
         names = [base] if count == 1 else [f"{base}_{index}" for index in range(count)]
         return names, self.depth_of(deps, operands)
 

@@ -20,6 +20,7 @@ from trainfuse.codegen.scalars import (
     literal,
     lowest,
 )
+from trainfuse.codegen.tile import Segment, TileAxis
 from trainfuse.codegen.triton_ops import Unsupported
 from trainfuse.fusion.domains import Domain, argument
 
@@ -215,6 +216,28 @@ def put_moments(builder: Builder, red: Reduction, mean: str, m2: str, deps: froz
     builder.scopes[depth].values[red.node] = (
         var if red.op == "var" else (var, Value((mean,), deps, depth, red.dtype))
     )
+
+
+def pick(builder: Builder, red: Reduction, axis: str) -> None:
+    """A gather from a row that is not held: its value computed anew at the one column."""
+    base = builder.name_of(red.node)
+    at = f"{base}_at"
+    picked = builder.value(red.node.args[2])  # type: ignore[arg-type]  # gather's index
+    builder.note(at, picked.names[0], "the picked column")
+    builder.note(f"{at}_mask", f"({at} >= 0) & ({at} < COLS)")
+    whole, suffix = builder.tile[axis], builder.suffix
+    place = Segment(at, f"{at}_mask", 1)
+    builder.tile[axis] = TileAxis(axis, whole.axes, whole.size, (place,), None, whole.shared)
+    builder.suffix = f"_{base}"
+    builder.push(axis)
+    value = builder.value(red.source)
+    body = builder.pop()
+    builder.body.extend(body)
+    builder.tile[axis], builder.suffix = whole, suffix
+    text = cast(value.names[0], value.dtype, red.dtype)
+    builder.body.append(Reduce(base, text, op_name(red.node.target)))
+    deps = (value.deps | picked.deps) - {axis}
+    builder.put(red.node, Value((base,), deps, len(builder.scopes) - 1, red.dtype))
 
 
 # Accumulation over a loop: one accumulator a lane, lanes combined once, after the loop.

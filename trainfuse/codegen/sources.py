@@ -93,12 +93,12 @@ def random(builder: Builder, node: fx.Node) -> Value:
 
 def quads(builder: Builder, strides: dict[int, int], deps: frozenset[str], index: int) -> str:
     """Flat positions / 4 of the tile's groups of four neighbours; "" when it has none."""
-    inner = max(
-        (axis for axis in builder.tile.values() if axis.position is not None),
-        key=lambda axis: axis.position or 0,
-    )
+    held = [axis for axis in builder.tile.values() if axis.position is not None]
+    if not held:
+        return ""
+    inner = max(held, key=lambda axis: axis.position or 0)
     segment = builder.segment(inner.name, index)
-    blocks = [axis.name for axis in builder.tile.values() if axis.position is not None]
+    blocks = [axis.name for axis in held]
     terms = run_terms(inner.axes, "i", strides, builder.domain.sizes, {})
     if terms != ["i"] or segment.width % 4 or segment.quad is None:
         return ""

@@ -41,4 +41,4 @@ class CodegenOptions:
     """Choices that change the generated code, and therefore the kernel's key."""
 
     max_row_in_registers: int = 16384
-    chunk: int = 4096
+    chunk: int = 8192

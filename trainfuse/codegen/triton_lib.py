@@ -182,3 +182,20 @@ def merge_moments(count, mean, m2, axis: tl.constexpr, keep_dims: tl.constexpr):
     merged = reduce_sum(count * mean, axis, keep_dims) / total
     shift = mean - merged  # a merged mean without the axis is a scalar, and broadcasts
     return total, merged, reduce_sum(m2 + count * shift * shift, axis, keep_dims)
+
+
+@triton.jit
+def online_softmax(top, total, x):
+    """One chunk of a row into (maximum, sums of exp(x - maximum) a lane).
+
+    Empty so far: top = -inf, total = 0. Source: Milakov and Gimelshein, arXiv:1805.02867.
+    """
+    peak = maximum(top, reduce_max(x, 0, False))
+    shift = tl.where(peak == float("-inf"), 0.0, peak)
+    return peak, total * libdevice.exp(top - shift) + libdevice.exp(x - shift)
+
+
+@triton.jit
+def finish_softmax(top, total):
+    """The row's sum; NaN for a row of -inf, as exp(-inf - -inf) is."""
+    return tl.where(top == float("-inf"), float("nan"), reduce_sum(total, 0, False))

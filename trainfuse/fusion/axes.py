@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from torch import fx
+
 
 class Axis:
     """One axis while a group is being inferred: free, merged into another, or split in parts.
@@ -104,3 +106,12 @@ def regroup(axes: AxisList, shape: Sequence[int]) -> DimMap | None:
                 return None
         dims.append(tuple(dim))
     return tuple(dims)
+
+
+class Misfit(Exception):
+    """A node that has no place in one iteration space; becomes a Refusal in `infer`."""
+
+    def __init__(self, node: fx.Node, reason: str) -> None:
+        super().__init__(reason)
+        self.node = node
+        self.reason = reason

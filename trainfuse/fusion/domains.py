@@ -7,24 +7,19 @@ divided in rows and columns, from which the code generator picks a schedule.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import fx
 
 from autodiff.graph import Refusal
 from autodiff.ops import lookup
-from trainfuse.fusion.axes import Axis, DimMap, fresh_dims, leaves, regroup, unify
-
-DomainKind = Literal["pointwise", "row", "column", "row_column", "full"]
-
-# Column accumulators of a row-and-column kernel live in registers; wider rows spill.
-MAX_ROW_COLUMN_WIDTH = 8192
-# A reduction over everything that is read back runs in one program, so it must stay small.
-MAX_SINGLE_PROGRAM = 1 << 16
+from trainfuse.fusion.axes import Axis, DimMap, Misfit, fresh_dims, leaves, regroup, unify
+from trainfuse.fusion.classify import DomainKind, classify
 
 aten = torch.ops.aten
 # Views that keep the row-major order of elements: a reshape to the output's shape.
@@ -90,19 +85,7 @@ class Domain:
 
     def extent(self, axes: Iterable[int]) -> int:
         """Number of elements that a set of axes spans."""
-        total = 1
-        for axis in axes:
-            total *= self.sizes[axis]
-        return total
-
-
-class Misfit(Exception):
-    """A node that has no place in one iteration space; becomes a Refusal in `infer`."""
-
-    def __init__(self, node: fx.Node, reason: str) -> None:
-        super().__init__(reason)
-        self.node = node
-        self.reason = reason
+        return math.prod(self.sizes[axis] for axis in axes)
 
 
 @cache
@@ -301,7 +284,8 @@ class _Inference:
             for node, dims in self.reduced_dims.items()
         }
         sizes = tuple(axis.size for axis in order)
-        rows, cols, kind = self.classify(sizes, axes, reduced)
+        own = {node: frozenset(axis for dim in dims for axis in dim) for node, dims in axes.items()}
+        rows, cols, kind = classify(self.nodes, sizes, own, reduced)
         return Domain(sizes, axes, reduced, rows, cols, kind)
 
     def resolve(self) -> dict[fx.Node, DimMap]:
@@ -318,103 +302,6 @@ class _Inference:
                 if not joined:
                     return False
         return joined
-
-    # Classification.
-
-    def classify(
-        self,
-        sizes: tuple[int, ...],
-        axes: Mapping[fx.Node, tuple[tuple[int, ...], ...]],
-        reduced: Mapping[fx.Node, frozenset[int]],
-    ) -> tuple[tuple[int, ...], tuple[int, ...], DomainKind]:
-        """Rows, columns and kind, from what is reduced and what reads the results."""
-        every = frozenset(range(len(sizes)))
-        own = {node: frozenset(axis for dim in dims for axis in dim) for node, dims in axes.items()}
-        taken: dict[fx.Node, frozenset[int]] = {}  # axes reduced somewhere above a node
-        read_back: frozenset[int] = frozenset()
-        for node in self.nodes:
-            above = frozenset().union(*(taken.get(n, frozenset()) for n in node.all_input_nodes))
-            read_back |= own[node] & above
-            taken[node] = above | reduced.get(node, frozenset())
-        space = {node: own[node] | axes_ for node, axes_ in reduced.items() if axes_}
-        if not space:
-            return (), tuple(sorted(every)), "pointwise"
-        if read_back:
-            touched = [reduced[node] for node in space if reduced[node] & read_back]
-            cols = frozenset().union(*touched)
-        else:
-            inner = [reduced[n] for n in space if reduced[n] != every and max(every) in reduced[n]]
-            outer = [reduced[n] for n in space if reduced[n] != every]
-            if not outer:
-                cols = frozenset()
-            else:
-                cols = inner[0] if inner else every - outer[0]
-        rows = every - cols
-        sides = {n: self.direction(n, space[n], reduced[n], cols, rows) for n in space}
-        self.check_late(own, sides, rows)
-        kinds = set(sides.values())
-        kind: DomainKind = "row_column"
-        if kinds == {"cols"}:
-            kind = "row"
-        elif kinds == {"rows"}:
-            kind = "column" if cols else "full"
-        self.check_size(sizes, kind, rows, cols, read_back)
-        return tuple(sorted(rows)), tuple(sorted(cols)), kind
-
-    def direction(
-        self,
-        node: fx.Node,
-        space: frozenset[int],
-        reduced: frozenset[int],
-        cols: frozenset[int],
-        rows: frozenset[int],
-    ) -> Literal["cols", "rows", "both"]:
-        """Which side of the partition a reduction sums over; Misfit when it cuts across.
-
-        A value that lacks some of the axes to sum over would be counted once for each of them.
-        """
-        if cols and reduced == cols:
-            return "cols"
-        if rows and reduced == rows:
-            return "rows"
-        if reduced == space == rows | cols:
-            return "both"
-        raise Misfit(node, "it reduces other axes than the group's rows or columns")
-
-    def check_late(
-        self,
-        own: Mapping[fx.Node, frozenset[int]],
-        sides: Mapping[fx.Node, str],
-        rows: frozenset[int],
-    ) -> None:
-        """What follows a reduction over rows runs in the tail: it has no rows, reduces nothing."""
-        late: set[fx.Node] = set()
-        for node in self.nodes:
-            if any(operand in late for operand in node.all_input_nodes):
-                late.add(node)
-                if own[node] & rows:
-                    raise Misfit(node, "a reduction over rows is read back by every row")
-                if node in sides:
-                    raise Misfit(node, "a reduction over rows is reduced again")
-            elif sides.get(node, "cols") != "cols":
-                late.add(node)
-
-    def check_size(
-        self,
-        sizes: tuple[int, ...],
-        kind: DomainKind,
-        rows: frozenset[int],
-        cols: frozenset[int],
-        read_back: frozenset[int],
-    ) -> None:
-        """Limits of what one kernel can do."""
-        width = 1
-        for axis in cols:
-            width *= sizes[axis]
-        if kind == "row_column" and width > MAX_ROW_COLUMN_WIDTH:
-            raise Misfit(self.nodes[-1], "its columns are too many to accumulate in registers")
-        if kind == "row" and not rows and width > MAX_SINGLE_PROGRAM:
-            raise Misfit(self.nodes[-1], "a reduction over everything is read back")
 
 
 def _spans(dims: DimMap, everything: set[Axis]) -> bool:

@@ -106,20 +106,23 @@ def row_loop(
 
 
 def build(
-    group: Group, target: Target, tile: Sequence[TileAxis], plan: Plan, prologue: Sequence[str]
+    group: Group,
+    target: Target,
+    tile: Sequence[TileAxis],
+    plan: Plan,
+    prologue: Sequence[tuple[str, str]],
 ) -> Module:
     """Main kernel and, when several programs share the rows, the tail.
 
     tile: the row axis, and the column axis if there are columns. prologue: definitions of the
-    column's index and mask, "name = expression".
+    columns' indices and masks, (name, expression).
     """
     early, late = late_nodes(group)
     builder = Builder(group, tile, "col" if len(tile) > 1 else "row")
     accs = accumulators(group, tile, late)
     sizes = [("ROWS", tile[0].size), *(("COLS", axis.size) for axis in tile[1:])]
     constants(builder, sizes)
-    for line in prologue:
-        name, _, text = line.partition(" = ")
+    for name, text in prologue:
         builder.note(name, text)
     builder.bind(*(axis.name for axis in tile[1:]))
     row_loop(builder, group, plan, early, accs)
@@ -180,36 +183,40 @@ def tail(group: Group, target: Target, parts: Parts, late: list[fx.Node]) -> Ker
     domain = group.domain
     programs = parts.programs
     held = power_of_two(programs)
+    wide = any(own_axes(domain, node) for node in late)
     part_mask = "" if held == programs else "part_mask"
-    width = domain.extent(domain.cols) if any(wide for _, _, wide in parts.places) else 1
     part = TileAxis("part", (), programs, (Segment("part", part_mask, held),), 0, False)
-    tile, grid = [part], 1
-    if width > 1:
-        block = min(power_of_two(width), max(16, TAIL_TILE // held))
-        if target.interpreted:
-            block = min(power_of_two(width), 4096)
-        grid = divide_up(width, block)
-        col_mask = "" if width % block == 0 else "col_mask"
-        tile.append(
-            TileAxis("col", domain.cols, width, (Segment("col", col_mask, block),), 1, True)
-        )
-    builder = Builder(group, tile, "part")
-    constants(builder, [("PARTS", programs), *([("COLS", width)] if width > 1 else [])])
-    builder.note("part", f"tl.arange(0, {held}){'[:, None]' if width > 1 else ''}")
+    col = tail_columns(group, target, held)
+    block = col.segments[0].width
+    builder = Builder(group, [part, col] if wide else [part], "part")
+    constants(builder, [("PARTS", programs), ("COLS", col.size)])
+    builder.note("part", f"tl.arange(0, {held}){'[:, None]' if wide else ''}")
     if part_mask:
         builder.note(part_mask, "part < PARTS")
-    if width > 1:
-        builder.note("col", f"tl.program_id(0) * {block} + tl.arange(0, {block})[None, :]")
-        if col_mask:
-            builder.note(col_mask, "col < COLS")
+    if wide:
+        lanes = f"tl.program_id(0) * {block} + tl.arange(0, {block})[None, :]"
+        builder.note("col", long(group, lanes))
+        if col.segments[0].mask:
+            builder.note("col_mask", "col < COLS")
     builder.bind("part", "col")
-    for acc, args, wide in parts.places:
-        combine(builder, acc.red, args, wide)
+    for acc, args, by_column in parts.places:
+        combine(builder, acc.red, args, by_column)
     for node in late:
         if node in group.outputs:
             builder.store(node)
     doc = f"Adds the partial results in order: {describe(group, late)}."
+    grid = divide_up(col.size, block) if wide else 1
     return kernel(builder, "tail_kernel", doc, (grid, 1, 1), 4)
+
+
+def tail_columns(group: Group, target: Target, held: int) -> TileAxis:
+    """The tail's column axis: as many columns a program as its tile of partials leaves room for."""
+    domain = group.domain
+    width = domain.extent(domain.cols)
+    block = 4096 if target.interpreted else max(16, TAIL_TILE // held)
+    block = min(power_of_two(width), block)
+    mask = "" if width % block == 0 else "col_mask"
+    return TileAxis("col", domain.cols, width, (Segment("col", mask, block),), 1, True)
 
 
 def combine(builder: Builder, red: Reduction, args: Sequence[ArgRef], wide: bool) -> None:

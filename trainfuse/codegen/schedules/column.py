@@ -5,7 +5,7 @@ from __future__ import annotations
 from trainfuse.codegen.builder import Group
 from trainfuse.codegen.ir import Module
 from trainfuse.codegen.schedules import accumulate
-from trainfuse.codegen.schedules.common import describe, needed
+from trainfuse.codegen.schedules.common import describe, long, needed
 from trainfuse.codegen.targets import CodegenOptions, Target
 from trainfuse.codegen.tile import Segment, TileAxis, divide_up, power_of_two
 
@@ -40,9 +40,10 @@ def build(group: Group, target: Target, options: CodegenOptions) -> Module:
             True,
         ),
     ]
-    prologue = [f"col = tl.program_id(1) * {block} + tl.arange(0, {block})[None, :]"]
+    lanes = f"tl.program_id(1) * {block} + tl.arange(0, {block})[None, :]"
+    prologue = [("col", long(group, lanes))]
     if col_mask:
-        prologue.append("col_mask = col < COLS")
+        prologue.append(("col_mask", "col < COLS"))
     doc = f"Sums over rows: {describe(group, needed(group))}."
     plan = accumulate.Plan(slabs, rows, "column_kernel", doc, WARPS, tiles)
     return accumulate.build(group, target, tile, plan, prologue)

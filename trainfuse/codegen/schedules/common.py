@@ -11,7 +11,7 @@ from torch import fx
 from autodiff.ops import lookup, op_name
 from trainfuse.codegen.builder import Builder, Group, wide
 from trainfuse.codegen.ir import Constant, Kernel
-from trainfuse.codegen.tile import Segment, TileAxis, cover
+from trainfuse.codegen.tile import Segment, cover
 from trainfuse.fusion.domains import Domain
 
 THREADS = 32
@@ -83,17 +83,19 @@ def column_segments(size: int) -> list[Segment]:
     ]
 
 
-def define_columns(builder: Builder, axis: TileAxis) -> None:
-    """Index tensors and masks of a row's segments."""
+def column_definitions(
+    group: Group, segments: Sequence[Segment], ranked: bool
+) -> list[tuple[str, str]]:
+    """(name, expression) of the index tensors and masks of a row's segments."""
+    found: list[tuple[str, str]] = []
     start = 0
-    suffix = "[None, :]" if builder.rank > 1 else ""
-    for segment in axis.segments:
-        lanes = f"tl.arange(0, {segment.width}){suffix}"
-        builder.note(segment.index, f"{start} + {lanes}" if start else lanes)
+    for segment in segments:
+        lanes = f"tl.arange(0, {segment.width}){'[None, :]' if ranked else ''}"
+        found.append((segment.index, long(group, f"{start} + {lanes}" if start else lanes)))
         if segment.mask:
-            builder.note(segment.mask, f"{segment.index} < COLS")
+            found.append((segment.mask, f"{segment.index} < COLS"))
         start += segment.width
-    builder.bind(axis.name)
+    return found
 
 
 def constants(builder: Builder, pairs: Iterable[tuple[str, int]]) -> None:

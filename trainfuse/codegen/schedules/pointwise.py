@@ -123,10 +123,10 @@ def tiled(group: Group, target: Target, order: Sequence[int], other: int) -> Mod
     constants(builder, [("Y_TILES", y_tiles), ("X_SIZE", axes[2].size), ("Y_SIZE", axes[1].size)])
     # Grid dimensions other than the first stop at 65535, so the tiles of y and z share that one.
     builder.note("z", long(group, "tl.program_id(0) // Y_TILES"))
-    builder.note(
-        "y", f"(tl.program_id(0) % Y_TILES) * {y_block} + tl.arange(0, {y_block})[:, None]"
-    )
-    builder.note("x", f"tl.program_id(1) * {x_block} + tl.arange(0, {x_block})[None, :]")
+    y_lanes = f"(tl.program_id(0) % Y_TILES) * {y_block} + tl.arange(0, {y_block})[:, None]"
+    builder.note("y", long(group, y_lanes))
+    x_lanes = f"tl.program_id(1) * {x_block} + tl.arange(0, {x_block})[None, :]"
+    builder.note("x", long(group, x_lanes))
     for name, mask in (("y", y_mask), ("x", x_mask)):
         if mask:
             builder.note(mask, f"{name} < {name.upper()}_SIZE")

@@ -8,15 +8,17 @@ from trainfuse.codegen import reductions
 from trainfuse.codegen.builder import Builder, Group
 from trainfuse.codegen.ir import Loop, Module
 from trainfuse.codegen.reductions import Accumulator
+from trainfuse.codegen.schedules import online
 from trainfuse.codegen.schedules.common import (
+    column_definitions,
     column_segments,
     constants,
-    define_columns,
     describe,
     kernel,
     live_tiles,
     long,
     needed,
+    own_axes,
 )
 from trainfuse.codegen.targets import CodegenOptions, Target
 from trainfuse.codegen.tile import (
@@ -29,6 +31,8 @@ from trainfuse.codegen.tile import (
 )
 
 MAX_WARPS = 16
+ROW = frozenset({"row"})
+ROW_AND_COL = frozenset({"row", "col"})
 # Registers a thread that live tiles may take, of 255; the rest is addresses and partial results.
 TILE_REGISTERS = 128
 
@@ -91,7 +95,9 @@ def in_registers(group: Group, target: Target) -> Module:
     if guarded:
         builder.note("row_mask", "row < ROWS")
     builder.bind("row")
-    define_columns(builder, col)
+    for name, text in column_definitions(group, segments, rows > 1):
+        builder.note(name, text)
+    builder.bind("col")
     nodes = needed(group)
     preload(builder, nodes)
     for node in nodes:
@@ -137,6 +143,8 @@ def chunked(group: Group, target: Target, options: CodegenOptions) -> Module:
     domain = group.domain
     width, total = domain.extent(domain.cols), domain.extent(domain.rows)
     block = min(options.chunk, power_of_two(width))
+    while block > 1024 and block * live_tiles(group) / (32 * MAX_WARPS / 2) > TILE_REGISTERS:
+        block //= 2
     mask = "" if width % block == 0 else "col_mask"
     row = row_axis(group, 1, False)
     col = TileAxis(
@@ -148,35 +156,55 @@ def chunked(group: Group, target: Target, options: CodegenOptions) -> Module:
     builder.bind("row")
     nodes = needed(group)
     level = levels(nodes, frozenset(n for n in nodes if domain.reduced.get(n)))
+    reds = [reductions.parse(node, domain) for node in nodes if domain.reduced.get(node)]
+    fused = online.pairs(group, reds)
+    paired = {red.node for pair in fused for red in pair}
     for current in range(max(level.values()) + 1):
         here = [node for node in nodes if level[node] == current]
-        reds = [reductions.parse(node, domain) for node in here if domain.reduced.get(node)]
-        accs = [Accumulator(red, ("col",), frozenset({"row", "col"})) for red in reds]
+        single = [red for red in reds if red.node in here and red.node not in paired]
+        accs = [Accumulator(red, ("col",), ROW_AND_COL) for red in single if red.op != "pick"]
+        both = [pair for pair in fused if pair[0].node in here]
         stored = [n for n in here if n in group.outputs and not domain.reduced.get(n)]
-        walk(builder, accs, stored, block, mask)
+        for node in stored:
+            if not own_axes(domain, node) & frozenset(domain.cols):
+                builder.store(node)
+        stored = [n for n in stored if own_axes(domain, n) & frozenset(domain.cols)]
+        walk(builder, accs, both, stored)
         for acc in accs:
-            reductions.settle(builder, acc.red, reductions.finish(builder, acc), frozenset({"row"}))
-            if acc.red.node in group.outputs:
-                builder.store(acc.red.node)
+            reductions.settle(builder, acc.red, reductions.finish(builder, acc), ROW)
+        for pair in both:
+            online.finish(builder, pair)
+        for red in single:
+            if red.op == "pick":
+                reductions.pick(builder, red, "col")
+    for red in reds:
+        if red.node in group.outputs:
+            builder.store(red.node)
     doc = f"A row in chunks: {describe(group, nodes)}."
-    warps = 4 if target.interpreted else max(4, min(MAX_WARPS, block // 512))
+    warps = 4 if target.interpreted else max(4, min(MAX_WARPS, block // 1024))
     return Module((kernel(builder, "row_kernel", doc, (total, 1, 1), warps),))
 
 
 def walk(
-    builder: Builder, accs: list[Accumulator], stored: list[fx.Node], block: int, mask: str
+    builder: Builder, accs: list[Accumulator], both: list[online.Pair], stored: list[fx.Node]
 ) -> None:
     """One pass over the chunks: accumulate, and store what is ready."""
+    if not (accs or both or stored):
+        return
     for acc in accs:
         reductions.start(builder, acc)
+    for pair in both:
+        online.start(builder, pair)
+    segment = builder.segment("col", 0)
     builder.push("col")
-    builder.note("col", f"start + tl.arange(0, {block})")
-    if mask:
-        builder.note(mask, "col < COLS")
+    builder.note("col", long(builder.group, f"start + tl.arange(0, {segment.width})"))
+    if segment.mask:
+        builder.note(segment.mask, "col < COLS")
     for acc in accs:
         reductions.accumulate(builder, acc)
+    for pair in both:
+        online.accumulate(builder, pair)
     for node in stored:
         builder.store(node)
     body = builder.pop()
-    if accs or stored:
-        builder.body.append(Loop("start", "0", "COLS", str(block), body))
+    builder.body.append(Loop("start", "0", "COLS", str(segment.width), body))

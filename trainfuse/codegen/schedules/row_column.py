@@ -5,7 +5,13 @@ from __future__ import annotations
 from trainfuse.codegen.builder import Group
 from trainfuse.codegen.ir import Module
 from trainfuse.codegen.schedules import accumulate
-from trainfuse.codegen.schedules.common import column_segments, describe, live_tiles, needed
+from trainfuse.codegen.schedules.common import (
+    column_definitions,
+    column_segments,
+    describe,
+    live_tiles,
+    needed,
+)
 from trainfuse.codegen.targets import CodegenOptions, Target
 from trainfuse.codegen.tile import Segment, TileAxis, divide_up, floor_power, power_of_two
 from trainfuse.codegen.triton_ops import Unsupported
@@ -45,15 +51,7 @@ def build(group: Group, target: Target, options: CodegenOptions) -> Module:
         ),
         TileAxis("col", domain.cols, width, segments, 0 if rows == 1 else 1, False),
     ]
-    suffix = "" if rows == 1 else "[None, :]"
-    prologue: list[str] = []
-    start = 0
-    for segment in segments:
-        lanes = f"tl.arange(0, {segment.width}){suffix}"
-        prologue.append(f"{segment.index} = {f'{start} + ' if start else ''}{lanes}")
-        if segment.mask:
-            prologue.append(f"{segment.mask} = {segment.index} < COLS")
-        start += segment.width
+    prologue = column_definitions(group, segments, rows > 1)
     doc = f"Rows and their columns: {describe(group, needed(group))}."
     plan = accumulate.Plan(programs, rows, "row_column_kernel", doc, warps)
     return accumulate.build(group, target, tile, plan, prologue)

@@ -1,0 +1,123 @@
+"""Rows, columns and kind of a domain: what is reduced, and what reads the results back."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Literal
+
+from torch import fx
+
+from trainfuse.fusion.axes import Misfit
+
+DomainKind = Literal["pointwise", "row", "column", "row_column", "full"]
+Axes = frozenset[int]
+Side = Literal["cols", "rows", "both"]
+
+# Column accumulators of a row-and-column kernel live in registers; wider rows spill.
+MAX_ROW_COLUMN_WIDTH = 8192
+# A reduction over everything that is read back runs in one program, so it must stay small.
+MAX_SINGLE_PROGRAM = 1 << 16
+# Rows that are only summed, too few to occupy a GPU and too long for one program each.
+FEW_ROWS, LONG_ROW = 64, 1 << 15
+
+
+def classify(
+    nodes: Sequence[fx.Node],
+    sizes: tuple[int, ...],
+    own: Mapping[fx.Node, Axes],
+    reduced: Mapping[fx.Node, Axes],
+) -> tuple[tuple[int, ...], tuple[int, ...], DomainKind]:
+    """(rows, cols, kind). own: axes of each value; reduced: axes that each reduction sums over.
+
+    Raises Misfit when no partition fits all reductions, or one kernel can't do it.
+    """
+    space = {node: own[node] | axes for node, axes in reduced.items() if axes}
+    every = frozenset(range(len(sizes)))
+    if not space:
+        return (), tuple(sorted(every)), "pointwise"
+    read_back = axes_read_back(nodes, own, reduced)
+    sums = [reduced[node] for node in space]
+    if read_back:
+        cols = frozenset[int]().union(*(axes for axes in sums if axes & read_back))
+    else:
+        cols = columns_of_sums(sizes, sums)
+    rows = every - cols
+    sides = {node: side(node, space[node], reduced[node], cols, rows) for node in space}
+    check_late(nodes, own, sides, rows)
+    kind: DomainKind = "row_column"
+    if set(sides.values()) == {"cols"}:
+        kind = "row"
+    elif set(sides.values()) == {"rows"}:
+        kind = "column" if cols else "full"
+    width = math.prod(sizes[axis] for axis in cols)
+    if kind == "row_column" and width > MAX_ROW_COLUMN_WIDTH:
+        raise Misfit(nodes[-1], "its columns are too many to accumulate in registers")
+    if kind == "row" and not rows and width > MAX_SINGLE_PROGRAM:
+        raise Misfit(nodes[-1], "a reduction over everything is read back")
+    return tuple(sorted(rows)), tuple(sorted(cols)), kind
+
+
+def axes_read_back(
+    nodes: Sequence[fx.Node], own: Mapping[fx.Node, Axes], reduced: Mapping[fx.Node, Axes]
+) -> Axes:
+    """Axes that a reduction sums over and that a value computed from its result has again."""
+    taken: dict[fx.Node, Axes] = {}  # axes reduced somewhere above a node
+    found: Axes = frozenset()
+    for node in nodes:
+        above = frozenset[int]().union(*(taken.get(n, Axes()) for n in node.all_input_nodes))
+        found |= own[node] & above
+        taken[node] = above | reduced.get(node, Axes())
+    return found
+
+
+def columns_of_sums(sizes: tuple[int, ...], sums: Sequence[Axes]) -> Axes:
+    """Columns when every reduction is a result: those that reduce the innermost axis are rows'."""
+    every = frozenset(range(len(sizes)))
+    partial = [axes for axes in sums if axes != every]
+    if not partial:
+        return frozenset()
+    inner = [axes for axes in partial if max(every) in axes]
+    cols = inner[0] if inner else every - partial[0]
+    if len(set(partial)) == 1 and few_long_rows(sizes, every, cols):
+        # One program a row would leave the GPU idle: sum it as a column, in slabs.
+        return every - cols
+    return cols
+
+
+def few_long_rows(sizes: tuple[int, ...], every: frozenset[int], cols: frozenset[int]) -> bool:
+    rows = math.prod(sizes[axis] for axis in every - cols)
+    return rows <= FEW_ROWS and math.prod(sizes[axis] for axis in cols) >= LONG_ROW
+
+
+def side(node: fx.Node, space: Axes, reduced: Axes, cols: Axes, rows: Axes) -> Side:
+    """Which side of the partition a reduction sums over; Misfit when it cuts across.
+
+    A value that lacks some of the axes to sum over would be counted once for each of them.
+    """
+    if cols and reduced == cols:
+        return "cols"
+    if rows and reduced == rows:
+        return "rows"
+    if reduced == space == rows | cols:
+        return "both"
+    raise Misfit(node, "it reduces other axes than the group's rows or columns")
+
+
+def check_late(
+    nodes: Sequence[fx.Node],
+    own: Mapping[fx.Node, Axes],
+    sides: Mapping[fx.Node, Side],
+    rows: Axes,
+) -> None:
+    """What follows a reduction over rows runs in the tail: it has no rows, reduces nothing."""
+    late: set[fx.Node] = set()
+    for node in nodes:
+        if any(operand in late for operand in node.all_input_nodes):
+            late.add(node)
+            if own[node] & rows:
+                raise Misfit(node, "a reduction over rows is read back by every row")
+            if node in sides:
+                raise Misfit(node, "a reduction over rows is reduced again")
+        elif sides.get(node, "cols") != "cols":
+            late.add(node)
