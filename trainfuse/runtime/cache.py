@@ -28,6 +28,7 @@ from trainfuse.runtime.compile_worker import write_atomically
 from trainfuse.runtime.workers import shared_pool
 
 _FORMAT = 1
+_MAX_WORKERS = 16
 _log = get_logger("cache")
 
 
@@ -237,7 +238,7 @@ _caches_lock = threading.Lock()
 
 def shared_cache(folder: Path | None, workers: int, timeout_s: float = 60.0) -> KernelCache:
     """The process-wide cache of a folder (None: the default one), which all plans share."""
-    key = (folder or default_folder(), workers, timeout_s)
+    key = (folder or default_folder(), min(workers, _MAX_WORKERS), timeout_s)
     with _caches_lock:
         if key not in _caches:
             _caches[key] = KernelCache(*key)

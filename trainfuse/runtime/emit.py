@@ -16,7 +16,7 @@ from torch import Tensor, fx
 from autodiff.graph import TrainingGraph
 from trainfuse.runtime.memory import MemoryPlan, Step, deaths
 
-RESERVED = frozenset({"aten", "prims", "torch", "operator", "args", "step", "inf", "nan"})
+RESERVED = frozenset({"aten", "prims", "torch", "slice", "args", "step", "inf", "nan"})
 _WIDTH = 96
 
 
