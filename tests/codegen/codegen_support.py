@@ -161,7 +161,7 @@ def check(
 ) -> GroupKernel:
     """Assert that the kernels' error against fp64 is at most twice eager's.
 
-    walk: allow a rounding of the partial sums too, for graphs whose results may cancel: on one
+    walk: allow a few roundings of the partial sums too, for graphs whose results may cancel: on one
     element, twice eager's error is a matter of luck.
     """
     case = trace(fn, args, table)
@@ -169,7 +169,7 @@ def check(
     ours = run_case(case, args, kernel)
     eager = reference(case, args, None)
     exact = reference(case, args, torch.float64)
-    floor = partial_sums(case, args) if walk else 0.25
+    floor = 4 * partial_sums(case, args) if walk else 0.25
     for index, (mine, theirs, truth) in enumerate(zip(ours, eager, exact, strict=True)):
         assert mine.dtype == theirs.dtype
         assert mine.shape == theirs.shape

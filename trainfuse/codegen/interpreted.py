@@ -30,7 +30,7 @@ def _wrap(data: Any, like: Any) -> Any:
 
 def _elementwise(function: Function) -> Function:
     def call(*args: Any) -> Any:
-        like = args[0]
+        like = next((arg for arg in args if arg.type.is_block()), args[0])
         with np.errstate(all="ignore"):
             # In fp64, rounded once: libdevice is nearer to that than numpy's fp32 functions are.
             data = (np.asarray(arg.handle.data, dtype=np.float64) for arg in args)

@@ -43,6 +43,18 @@ def minimum(a, b):
 
 
 @triton.jit
+def fmax(a, b):
+    """max(a, b), the other one if either is NaN; in both modes and all versions of Triton."""
+    return tl.where(a != a, b, tl.where(b != b, a, tl.maximum(a, b)))
+
+
+@triton.jit
+def fmin(a, b):
+    """min(a, b), the other one if either is NaN."""
+    return tl.where(a != a, b, tl.where(b != b, a, tl.minimum(a, b)))
+
+
+@triton.jit
 def floor_divide_int(a, b):
     """Integers divided towards minus infinity (Triton's // truncates)."""
     quotient = a // b

@@ -102,8 +102,8 @@ OPS: dict[str, Row] = {
             "clamp_max.|Tensor": Row("lib.minimum({self}, {max})"),
             "maximum": Row("lib.maximum({self}, {other})"),
             "minimum": Row("lib.minimum({self}, {other})"),
-            "fmax": Row("tl.maximum({self}, {other})"),
-            "fmin": Row("tl.minimum({self}, {other})"),
+            "fmax": Row("lib.fmax({self}, {other})"),
+            "fmin": Row("lib.fmin({self}, {other})"),
             "where.self|ScalarSelf|ScalarOther|Scalar": Row(
                 "tl.where({condition}, {self}, {other})"
             ),
