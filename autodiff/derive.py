@@ -117,7 +117,7 @@ def _splice(edit: GraphEdit, node: fx.Node, formula: fx.GraphModule) -> None:
                 assert inner.op == "call_function", inner.format_node()
                 args, kwargs = fx.map_arg((inner.args, inner.kwargs), copies.__getitem__)
                 copies[inner] = edit.emit(
-                    inner.target, args, kwargs, fact=fact, value=inner.meta["val"]
+                    inner.target, args, kwargs, fact=fact, value=inner.meta["val"], origin=node
                 )
         many = isinstance(node.meta["val"], (tuple, list))
         wanted = list(node.meta["val"]) if many else [node.meta["val"]]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,9 +12,10 @@ from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
 from . import ops
-from .graph import NodeFacts, TrainingGraph
+from .duplication import duplicate
+from .graph import TrainingGraph
 from .mincut import INFINITE, FlowNetwork
-from .rewrite import GraphEdit
+from .reads import carried_views, is_fusible, is_view, num_bytes, readers_of
 
 # Costs are in units of a sixteenth of a byte moved, so that cheap arithmetic has a price.
 _BYTE = 16
@@ -82,13 +83,13 @@ def plan_recompute(
     """Duplicate the recomputed forward nodes into the backward phase of a whole step.
 
     memory_budget: None, a fraction (a float up to 1) of the baseline's bytes, or bytes. A copy
-    stands just before its first reader, takes that reader's phase and link (a recomputed node
-    belongs to the backward that needs it) and keeps its own source line.
+    stands just before its first reader, in that reader's phase, links to what its readers derive
+    from (a recomputed node belongs to the backward that needs it) and keeps its source line.
     """
     choice = choose(tg, memory_budget)
     if not choice.recomputed:
         return tg, choice.report
-    return _duplicate(tg, choice.recomputed), choice.report
+    return duplicate(tg, choice.recomputed), choice.report
 
 
 def choose(
@@ -134,54 +135,6 @@ def _limit(memory_budget: float | None, baseline: int) -> int | None:
     return int(memory_budget)
 
 
-def num_bytes(node: fx.Node) -> int:
-    """Bytes of a tensor node's elements; symbolic sizes count by their hint, else 0."""
-    value = node.meta.get("val")
-    if not isinstance(value, torch.Tensor):
-        return 0
-    count = 1
-    for size in value.shape:
-        count *= size if isinstance(size, int) else size.node.hint or 1
-    return count * value.dtype.itemsize
-
-
-def _is_fusible(node: fx.Node) -> bool:
-    row = ops.lookup(node.target)
-    return row.kind in ("pointwise", "reduction", "creation", "norm", "softmax") or (
-        row.name == "trainfuse.keep_mask.default"
-    )
-
-
-def _readers(node: fx.Node) -> list[fx.Node]:
-    """Nodes that read a value, seen through views."""
-    found: list[fx.Node] = []
-    pending, seen = [node], {node}
-    while pending:
-        for user in pending.pop().users:
-            if user in seen:
-                continue
-            seen.add(user)
-            if user.op == "call_function" and _is_view(user):
-                pending.append(user)
-            else:
-                found.append(user)
-    return found
-
-
-def _is_view(node: fx.Node) -> bool:
-    return ops.lookup(node.target).kind == "view" and node.target is not operator.getitem
-
-
-def _carried(tg: TrainingGraph) -> set[fx.Node]:
-    """Later views of forward values that only hand them to the user: no backward reads them."""
-    found: set[fx.Node] = set()
-    for node in reversed(tg.nodes()):
-        if tg.phase(node) != "forward" and _is_view(node):
-            if all(user.op == "output" or user in found for user in node.users):
-                found.add(node)
-    return found
-
-
 class _Problem:
     """One graph's cut problem: built once, cut at several efforts."""
 
@@ -208,7 +161,7 @@ class _Problem:
             if node.op == "get_attr"
             or (node.op == "placeholder" and (static_inputs is None or node in static_inputs))
         }
-        carried = _carried(tg)
+        carried = carried_views(tg)
         self.needed = {
             node
             for node in self.forward
@@ -245,9 +198,9 @@ class _Problem:
             for user in node.users:
                 if user not in position:
                     continue
-                through = _is_view(user) or user.target is operator.getitem
+                through = is_view(user) or user.target is operator.getitem
                 last = max(last, last_read[user] if through else position[user])
-                passes = through or _is_fusible(user)
+                passes = through or is_fusible(user)
                 first = min(first, boundary[user] if passes else position[user])
             boundary[node], last_read[node] = first, last
         return {node for node in self.forward if last_read[node] > boundary[node]}
@@ -261,7 +214,7 @@ class _Problem:
         bases: set[fx.Node] = set()
         for node in self.needed:
             base = node
-            while base.op == "call_function" and _is_view(base):
+            while base.op == "call_function" and is_view(base):
                 parent = base.args[0]
                 assert isinstance(parent, fx.Node)
                 base = parent
@@ -294,7 +247,7 @@ class _Problem:
         if node in self.static:
             return 0
         value = node.meta.get("val")
-        if isinstance(value, (tuple, list)) or (node.op == "call_function" and _is_view(node)):
+        if isinstance(value, (tuple, list)) or (node.op == "call_function" and is_view(node)):
             return INFINITE  # the parts are saved, and the base: a view holds the whole storage
         if not isinstance(value, torch.Tensor):
             return 0
@@ -304,12 +257,12 @@ class _Problem:
             return INFINITE
         stored = (
             node.op == "placeholder"
-            or not _is_fusible(node)
+            or not is_fusible(node)
             or node in self.written
             or node in self.lasting
             or any(
-                user in self.members and not _is_fusible(user)
-                for user in _readers(node)
+                user in self.members and not is_fusible(user)
+                for user in readers_of(node)
                 if user.op == "call_function"
             )
         )
@@ -355,8 +308,8 @@ class _Problem:
                 return INFINITE
             cost += size * effort.lasting
         if any(
-            user not in self.members and user.op == "call_function" and not _is_fusible(user)
-            for user in _readers(node)
+            user not in self.members and user.op == "call_function" and not is_fusible(user)
+            for user in readers_of(node)
         ):
             cost += size * effort.materialize
         return cost
@@ -374,36 +327,6 @@ def _must_recompute(node: fx.Node) -> bool:
         CheckpointPolicy.MUST_RECOMPUTE,
         CheckpointPolicy.PREFER_RECOMPUTE,
     )
-
-
-def _duplicate(tg: TrainingGraph, recomputed: Sequence[fx.Node]) -> TrainingGraph:
-    edit = GraphEdit(tg)
-    carried = {edit.mapping[node] for node in _carried(tg)}
-    rank = {node: i for i, node in enumerate(edit.graph.nodes)}
-    anchor_of: dict[fx.Node, fx.Node] = {}
-    front: dict[fx.Node, fx.Node] = {}
-    # Latest first, so that a copy's readers, copies included, are placed before it is.
-    for old in reversed(recomputed):
-        node = edit.mapping[old]
-        readers = [
-            user
-            for user in node.users
-            if user.op == "call_function"
-            and edit.facts[user].phase != "forward"
-            and user not in carried
-        ]
-        if not readers:
-            continue
-        anchor = min((anchor_of.get(user, user) for user in readers), key=rank.__getitem__)
-        with edit.graph.inserting_before(front.get(anchor, anchor)):
-            copy = edit.graph.node_copy(node)
-        fact = edit.facts[anchor]
-        edit.facts[copy] = NodeFacts(fact.phase, fact.forward_of, edit.facts[node].where)
-        anchor_of[copy], front[anchor] = anchor, copy
-        for user in readers:
-            user.replace_input_with(node, copy)
-    edit.eliminate_dead()
-    return edit.finish()
 
 
 def saved_values(choice: Choice) -> tuple[list[fx.Node], list[Any]]:

@@ -13,6 +13,18 @@ from torch.utils._pytree import tree_leaves
 from . import ops
 from .graph import NodeFacts, TrainingGraph
 
+_NOTES = (
+    "ac_graph_id",
+    "custom",
+    "nn_module_stack",
+    "original_aten",
+    "partitioner_tag",
+    "recompute",
+    "seq_nr",
+    "stack_trace",
+)
+"""Keys of node.meta that say where a node comes from, not what its value is."""
+
 
 class GraphEdit:
     """A private copy under edit: emit, replace and erase nodes, then `finish`.
@@ -37,9 +49,16 @@ class GraphEdit:
         *,
         fact: NodeFacts,
         value: Any = None,
+        origin: fx.Node | None = None,
     ) -> fx.Node:
-        """Insert a call at the graph's insertion point; its value is inferred unless given."""
+        """Insert a call at the graph's insertion point; its value is inferred unless given.
+
+        origin: the node whose work it does: torch's own notes on that node hold for it too.
+        """
         node = self.graph.call_function(target, args, kwargs or {})
+        if origin is not None:
+            node.meta.update({key: origin.meta[key] for key in _NOTES if key in origin.meta})
+            node.meta.setdefault("original_aten", origin.target)
         node.meta["val"] = infer(node) if value is None else value
         self.facts[node] = fact
         return node

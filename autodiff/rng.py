@@ -147,10 +147,14 @@ def _rewrite_dropout(edit: GraphEdit, node: fx.Node, seed: fx.Node, offset: int)
     shape = list(value.meta["val"].shape)
     with edit.graph.inserting_before(node):
         mask = edit.emit(
-            torch.ops.trainfuse.keep_mask.default, (seed, offset, float(p), shape), fact=fact
+            torch.ops.trainfuse.keep_mask.default,
+            (seed, offset, float(p), shape),
+            fact=fact,
+            origin=node,
         )
-        kept = edit.emit(torch.ops.aten.mul.Tensor, (value, mask), fact=fact)
-        scaled = edit.emit(torch.ops.aten.mul.Tensor, (kept, _scale(float(p))), fact=fact)
+        kept = edit.emit(torch.ops.aten.mul.Tensor, (value, mask), fact=fact, origin=node)
+        factor = _scale(float(p))
+        scaled = edit.emit(torch.ops.aten.mul.Tensor, (kept, factor), fact=fact, origin=node)
     for getitem in list(node.users):
         edit.replace(getitem, scaled if getitem.args[1] == 0 else mask)
     edit.rename(node, scaled)
@@ -166,6 +170,6 @@ def _rewrite_dropout_backward(edit: GraphEdit, node: fx.Node) -> None:
     gradient, mask, scale = node.args
     fact: NodeFacts = edit.facts[node]
     with edit.graph.inserting_before(node):
-        kept = edit.emit(torch.ops.aten.mul.Tensor, (gradient, mask), fact=fact)
-        scaled = edit.emit(torch.ops.aten.mul.Tensor, (kept, scale), fact=fact)
+        kept = edit.emit(torch.ops.aten.mul.Tensor, (gradient, mask), fact=fact, origin=node)
+        scaled = edit.emit(torch.ops.aten.mul.Tensor, (kept, scale), fact=fact, origin=node)
     edit.replace(node, scaled)

@@ -130,18 +130,17 @@ class Rules:
 def _blocks(
     tg: TrainingGraph, forward: list[fx.Node], barriers: frozenset[fx.Node]
 ) -> list[list[fx.Node]]:
-    """The forward's working nodes, cut at barriers and at the edges of checkpointed regions."""
+    """The forward's working nodes, cut at barriers.
+
+    A checkpointed region is no barrier: recompute has already made what its tags ask for.
+    """
     blocks: list[list[fx.Node]] = [[]]
-    region: object = None
     for node in forward:
         if node in barriers or ops.is_effect(node) or _is_collective(node):
             blocks.append([])
             continue
         if ops.lookup(node.target).kind in TRANSPARENT:
             continue
-        if node.meta.get("ac_graph_id") != region:
-            region = node.meta.get("ac_graph_id")
-            blocks.append([])
         blocks[-1].append(node)
     return blocks
 

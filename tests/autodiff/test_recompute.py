@@ -190,7 +190,8 @@ def test_copies_stand_late_and_belong_to_their_reader() -> None:
     for copy in copies:
         assert planned.phase(copy) == "backward"
         first = min(copy.users, key=order.__getitem__)
-        assert planned.facts[copy].forward_of == planned.facts[first].forward_of
+        links = {planned.facts[user].forward_of for user in copy.users}
+        assert planned.facts[copy].forward_of in links
         between = list(planned.graph.nodes)[order[copy] + 1 : order[first]]
         assert all(node in copies for node in between)
 
@@ -205,6 +206,19 @@ def test_output_handed_on_in_a_later_phase_is_not_recomputed() -> None:
     planned, report = plan_recompute(tg)
     assert report.recomputed == ()
     assert planned is tg
+
+
+def test_output_handed_on_stays_the_forwards_own() -> None:
+    b = Builder()
+    x = b.input(8, 8)
+    y = b.call(aten.sin.default, x)
+    g = b.call(aten.exp.default, y, phase="backward", of=y)
+    late = b.call(aten.alias.default, y, phase="update")
+    planned, report = plan_recompute(b.finish(late, g))
+    assert report.recomputed == (y.name,)
+    handed = planned.output_nodes[0].args[0]
+    assert handed.name == y.name
+    assert planned.phase(handed) == "forward"
 
 
 def tag(tg: TrainingGraph, names: set[str], region: int = 0) -> None:

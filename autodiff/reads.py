@@ -1,0 +1,61 @@
+"""How values are read: through views, by which kinds of nodes, and how large they are."""
+
+from __future__ import annotations
+
+import operator
+
+import torch
+from torch import fx
+
+from . import ops
+from .graph import TrainingGraph
+
+
+def num_bytes(node: fx.Node) -> int:
+    """Bytes of a tensor node's elements; symbolic sizes count by their hint, else 0."""
+    value = node.meta.get("val")
+    if not isinstance(value, torch.Tensor):
+        return 0
+    count = 1
+    for size in value.shape:
+        count *= size if isinstance(size, int) else size.node.hint or 1
+    return count * value.dtype.itemsize
+
+
+def is_fusible(node: fx.Node) -> bool:
+    """Whether a kernel of ours could hold the node, so that its operands need no memory."""
+    row = ops.lookup(node.target)
+    return row.kind in ("pointwise", "reduction", "creation", "norm", "softmax") or (
+        row.name == "trainfuse.keep_mask.default"
+    )
+
+
+def readers_of(node: fx.Node) -> list[fx.Node]:
+    """Nodes that read a value, seen through views."""
+    found: list[fx.Node] = []
+    pending, seen = [node], {node}
+    while pending:
+        for user in pending.pop().users:
+            if user in seen:
+                continue
+            seen.add(user)
+            if user.op == "call_function" and is_view(user):
+                pending.append(user)
+            else:
+                found.append(user)
+    return found
+
+
+def is_view(node: fx.Node) -> bool:
+    """Whether a node is an index map of its first operand; parts of tuples are not."""
+    return ops.lookup(node.target).kind == "view" and node.target is not operator.getitem
+
+
+def carried_views(tg: TrainingGraph) -> set[fx.Node]:
+    """Later views of forward values that only hand them to the user: no backward reads them."""
+    found: set[fx.Node] = set()
+    for node in reversed(tg.nodes()):
+        if tg.phase(node) != "forward" and is_view(node):
+            if all(user.op == "output" or user in found for user in node.users):
+                found.add(node)
+    return found
