@@ -7,6 +7,18 @@ from typing import Any
 
 from torch import fx
 from torch._functorch import partitioners
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._pytree import tree_leaves
+
+FakeMode = FakeTensorMode
+
+
+def fake_mode_among(values: Any) -> FakeMode | None:
+    """The fake mode of the first fake tensor in a nest of values."""
+    for value in tree_leaves(values):
+        if isinstance(value, FakeTensor):
+            return value.fake_mode
+    return None
 
 
 def backward_nodes(

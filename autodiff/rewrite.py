@@ -6,11 +6,10 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import statically_known_true
-from torch.utils._pytree import tree_leaves
 
 from . import ops
+from ._compat import FakeMode, fake_mode_among
 from .graph import NodeFacts, TrainingGraph
 
 _NOTES = (
@@ -108,13 +107,10 @@ def _relink(fact: NodeFacts, link: str | None) -> NodeFacts:
     return NodeFacts(phase=fact.phase, forward_of=link, where=fact.where)
 
 
-def fake_mode_of(graph: fx.Graph) -> FakeTensorMode:
+def fake_mode_of(graph: fx.Graph) -> FakeMode:
     """The fake mode that the graph's values live in."""
-    for node in graph.nodes:
-        for value in tree_leaves(node.meta.get("val")):
-            if isinstance(value, FakeTensor):
-                return value.fake_mode
-    return FakeTensorMode()
+    modes = (fake_mode_among(node.meta.get("val")) for node in graph.nodes)
+    return next((mode for mode in modes if mode is not None), None) or FakeMode()
 
 
 def value_of(argument: Any) -> Any:
@@ -126,15 +122,7 @@ def infer(node: fx.Node) -> Any:
     """Value of a call from the values of its arguments, by running it on fake tensors."""
     args, kwargs = fx.map_arg((node.args, node.kwargs), value_of)
     target: Any = node.target
-    mode = next(
-        (
-            value.fake_mode
-            for parent in node.all_input_nodes
-            for value in tree_leaves(parent.meta.get("val"))
-            if isinstance(value, FakeTensor)
-        ),
-        None,
-    )
+    mode = fake_mode_among([parent.meta.get("val") for parent in node.all_input_nodes])
     with torch.no_grad():
         if mode is None:
             return target(*args, **kwargs)
