@@ -73,22 +73,24 @@ class ForeachLauncher:
         """Update the parameters in place on the current stream."""
         static, volatile = self.refresh(entries), self._gradients(entries)
         shared = [entries[0][role] for role in self.kernel.shared_roles]
-        if self._pinned is not None and torch.cuda.is_current_stream_capturing():
-            self._captured += [static, volatile]
         self._functions[0]([static, volatile, self._chunks, *shared])
         for advance in self._functions[1:]:
             advance([static, *shared])
 
     def _gradients(self, entries: Sequence[Entry]) -> Tensor:
         roles = self.kernel.volatile_roles
+        if self._pinned is not None and torch.cuda.is_current_stream_capturing():
+            self._pinned.copy_(pointer_table(entries, roles, counted=False))
+            table = self._pinned.to(self._device, non_blocking=True)
+            assert self._static is not None
+            self._captured += [table, self._static[1]]
+            return table
         addresses = _addresses(entries, roles)
         if self._volatile is None or self._volatile[0] != addresses:
             table = pointer_table(entries, roles, counted=False)
             if self._pinned is not None:
-                # a fresh buffer outside capture: an earlier upload may still be under way
-                capturing = torch.cuda.is_current_stream_capturing()
-                host = self._pinned.copy_(table) if capturing else table.pin_memory()
-                table = host.to(self._device, non_blocking=True)
+                # a pinned buffer of its own: an earlier upload may still be under way
+                table = table.pin_memory().to(self._device, non_blocking=True)
             self._volatile = (addresses, table)
         return self._volatile[1]
 

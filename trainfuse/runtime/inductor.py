@@ -154,11 +154,10 @@ def _failure(segment: Segment, problem: str) -> Failure:
 
 
 def _compile(module: fx.GraphModule, segment: Segment) -> Callable[..., Sequence[Any]]:
-    import torch._inductor as inductor
-
     examples = [_example(n.meta["val"]) for n in segment.inputs]
     with torch.no_grad():
-        return inductor.standalone_compile(
+        # documented by torch as its entry point for other compilers, underscore or not
+        return torch._inductor.standalone_compile(
             module, examples, dynamic_shapes="from_example_inputs", options=_OPTIONS
         )
 

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from trainfuse.codegen.ir import GroupKernel
     from trainfuse.fusion.plan import FusionGroup
 
+_CODEGEN = Path(__file__).parent.parent / "codegen"
+_LIBRARIES = (_CODEGEN / "triton_lib.py", _CODEGEN / "interpreted.py")
 _MAIN = """
 
 def main():
@@ -42,16 +44,18 @@ def write_repro(
     inputs: Sequence[Tensor],
     problem: str,
 ) -> str:
-    """Write `NAME-KEY.py` and the inputs beside it; returns the script's path.
+    """Write `NAME-KEY.py`, and beside it the inputs and the functions that kernels call.
 
-    folder: None for a fresh temporary one. The script needs torch, Triton and a device like this
-    one (or TRITON_INTERPRET=1), not trainfuse.
+    folder: None for a fresh temporary one. Returns the script's path. It needs torch, Triton and a
+    device like this one (or TRITON_INTERPRET=1), not trainfuse.
     """
     place = Path(tempfile.mkdtemp(prefix="trainfuse-repro-")) if folder is None else folder
     place.mkdir(parents=True, exist_ok=True)
     path = place / f"{group.name}-{kernel.key[:12]}.py"
     torch.save([t.detach().clone() for t in inputs], path.with_suffix(".pt"))
     path.write_text(repro_text(group, kernel, problem))
+    for library in _LIBRARIES:
+        (place / library.name).write_text(_stand_alone(library.read_text()))
     return str(path)
 
 
@@ -62,11 +66,17 @@ def repro_text(group: FusionGroup, kernel: GroupKernel, problem: str) -> str:
         f"# torch {torch.__version__}, triton {version('triton')}, Python"
         f" {platform.python_version()}\n"
     )
-    source = re.sub(r"^from __future__ import .*\n", "", kernel.source, flags=re.MULTILINE)
+    source = re.sub(r"^from __future__ import .*\n", "", _stand_alone(kernel.source), flags=re.M)
     parts = [head, "from pathlib import Path\n\nimport torch\n\naten = torch.ops.aten\n"]
     parts += ["prims = torch.ops.prims\ninf, nan = float('inf'), float('nan')\n\n", source]
     parts += [_run_text(group, kernel), reference_text(group), _MAIN]
     return "".join(parts)
+
+
+def _stand_alone(source: str) -> str:
+    """The text with its imports of trainfuse.codegen turned to the copies beside it."""
+    source = re.sub(r"^( *)from trainfuse\.codegen import", r"\1import", source, flags=re.M)
+    return re.sub(r"^( *)from trainfuse\.codegen\.", r"\1from ", source, flags=re.M)
 
 
 def _run_text(group: FusionGroup, kernel: GroupKernel) -> str:
