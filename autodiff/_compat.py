@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from typing import Any
 
+import torch
 from torch import fx
 from torch._functorch import partitioners
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
@@ -19,6 +21,13 @@ def fake_mode_among(values: Any) -> FakeMode | None:
         if isinstance(value, FakeTensor):
             return value.fake_mode
     return None
+
+
+@contextlib.contextmanager
+def plain_tracing() -> Iterator[None]:
+    """No gradient and no autocast: a caller's autocast would cast the operands of formulas."""
+    with torch.no_grad(), torch._C._DisableAutocast():
+        yield
 
 
 def backward_nodes(

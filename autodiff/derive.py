@@ -12,6 +12,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._pytree import tree_leaves
 
 from . import ops
+from ._compat import plain_tracing
 from .formulas import Formula, composites
 from .graph import TrainingGraph
 from .rewrite import (
@@ -92,7 +93,7 @@ def _trace(node: fx.Node, table: Table) -> fx.GraphModule | None:
         return result if covered else values[0]
 
     nested = {target: formula for target, formula in table.items() if target is not node.target}
-    with torch.no_grad(), fake_mode_of(node.graph):
+    with plain_tracing(), fake_mode_of(node.graph):
         gm = make_fx(call, decomposition_table=nested)(*[value_of(parent) for parent in inputs])
     return gm if covered else None
 

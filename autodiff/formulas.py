@@ -299,6 +299,16 @@ def dropout_backward(gradient: Tensor, mask: Tensor, scale: float) -> Any:
     return gradient * mask * scale
 
 
+def losses() -> dict[Any, Formula]:
+    """The part of the composites that is better cut in pieces.
+
+    Log-probabilities are as large as the logits, which are in memory anyway: with the two numbers
+    a row that the pieces show to the cut, the backward has them again in registers.
+    """
+    names = ("_log_softmax", "nll_loss")
+    return {op: rule for op, rule in composites().items() if any(n in str(op) for n in names)}
+
+
 def composites() -> dict[Any, Formula]:
     """Every operator that is kept whole until recompute has run, with its formula."""
     aten = torch.ops.aten

@@ -9,7 +9,7 @@ from torch import fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from . import ops
-from ._compat import FakeMode, fake_mode_among
+from ._compat import FakeMode, fake_mode_among, plain_tracing
 from .graph import NodeFacts, TrainingGraph
 
 _NOTES = (
@@ -123,7 +123,7 @@ def infer(node: fx.Node) -> Any:
     args, kwargs = fx.map_arg((node.args, node.kwargs), value_of)
     target: Any = node.target
     mode = fake_mode_among([parent.meta.get("val") for parent in node.all_input_nodes])
-    with torch.no_grad():
+    with plain_tracing():
         if mode is None:
             return target(*args, **kwargs)
         with mode:

@@ -8,7 +8,8 @@ from typing import Any
 from torch import fx
 
 from . import _compat
-from .derive import cleanup
+from .derive import cleanup, decompose
+from .formulas import losses
 from .graph import InputFact, NodeFacts, TrainingGraph
 from .recompute import Choice, choose, saved_values
 from .rng import functionalize_dropout
@@ -33,7 +34,7 @@ def partition(
     tg = joint_graph(joint, num_fwd_outputs, static)
     if fast_rng:
         tg = functionalize_dropout(tg)
-    tg = cleanup(tg)
+    tg = cleanup(decompose(tg, losses()))
     choice = choose_for_joint(tg, num_fwd_outputs, static, memory_budget)
     tensors, sizes = saved_values(choice)
     return _compat.extract_modules(tg.gm, tensors, sizes, num_fwd_outputs=num_fwd_outputs)

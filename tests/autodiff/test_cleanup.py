@@ -156,6 +156,17 @@ def test_arguments_are_left_alone() -> None:
     assert tg.facts == facts
 
 
+def test_formulas_are_traced_without_the_callers_autocast() -> None:
+    b = Builder()
+    tg = b.finish(b.call(aten.tanh.default, b.input(4, 4)))
+    table = {aten.tanh.default: lambda x: torch.mm(x, x)}
+    plain = decompose(tg, table)
+    with torch.autocast("cpu", torch.bfloat16):
+        under = decompose(tg, table)
+    assert str(under.graph) == str(plain.graph)
+    assert targets(plain) == ["aten.mm.default"]
+
+
 def test_spliced_result_keeps_the_strides_readers_were_traced_with() -> None:
     x = torch.randn(2, 3, 4)
 

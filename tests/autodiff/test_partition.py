@@ -170,6 +170,34 @@ def test_budget_reaches_the_cut(budget: float | None) -> None:
     assert (saved_bytes(seen[0]) < default_bytes) == (budget is not None)
 
 
+@pytest.mark.parametrize("autocast", [False, True])
+def test_loss_saves_row_statistics_not_log_probabilities(autocast: bool) -> None:
+    linear = nn.Linear(16, 512)
+    target = torch.randint(0, 512, (32,))
+    x = torch.randn(32, 16, requires_grad=True)
+
+    def fn(x: Tensor) -> Tensor:
+        return F.cross_entropy(linear(x).float(), target)
+
+    seen: list[Pair] = []
+    compiled = torch.compile(fn, backend=backend(partition, seen))
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        ours = compiled(x)
+        theirs = fn(x)
+    wrt = [x, linear.weight, linear.bias]
+    for mine, other in zip(
+        torch.autograd.grad(ours, wrt), torch.autograd.grad(theirs, wrt), strict=True
+    ):
+        tolerance = 2e-2 if autocast else 1e-5
+        torch.testing.assert_close(mine, other, rtol=tolerance, atol=tolerance * other.abs().max())
+    wide = [
+        node.name
+        for node in seen[0][1].graph.find_nodes(op="placeholder")
+        if node.meta["val"].shape == (32, 512)
+    ]
+    assert wide == ["addmm"]
+
+
 def test_unusual_boundaries() -> None:
     """A gradient that is a forward value, an output that is an input, a frozen operand."""
     weight = torch.randn(8, requires_grad=True)
