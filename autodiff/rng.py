@@ -144,8 +144,13 @@ def _rewrite_dropout(edit: GraphEdit, node: fx.Node, seed: fx.Node, offset: int)
     assert isinstance(value, fx.Node)
     assert isinstance(p, (int, float))
     fact = edit.facts[node]
-    shape = list(value.meta["val"].shape)
     with edit.graph.inserting_before(node):
+        shape = [
+            size
+            if isinstance(size, int)
+            else edit.emit(torch.ops.aten.sym_size.int, (value, dim), fact=fact, origin=node)
+            for dim, size in enumerate(value.meta["val"].shape)
+        ]
         mask = edit.emit(
             torch.ops.trainfuse.keep_mask.default,
             (seed, offset, float(p), shape),

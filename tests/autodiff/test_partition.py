@@ -127,12 +127,15 @@ def test_dropout_saves_one_seed_and_no_mask() -> None:
     assert {n.args[1] for n in masks} == {n.args[1] for n in forward} == {0, 1, 2, 3}
 
 
-def test_dropout_gradient_is_that_of_the_mask_drawn() -> None:
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_dropout_gradient_is_that_of_the_mask_drawn(dynamic: bool) -> None:
     linear = nn.Linear(16, 64)
     seen: list[Pair] = []
-    compiled = torch.compile(lambda x: F.dropout(linear(x), 0.5), backend=backend(partition, seen))
-    for _ in range(3):
-        x = torch.randn(8, 16, requires_grad=True)
+    compiled = torch.compile(
+        lambda x: F.dropout(linear(x), 0.5), backend=backend(partition, seen), dynamic=dynamic
+    )
+    for rows in (2, 3, 7) if dynamic else (8, 8, 8):
+        x = torch.randn(rows, 16, requires_grad=True)
         output = compiled(x)
         cotangent = torch.randn_like(output)
         (gradient,) = torch.autograd.grad(output, x, cotangent)
