@@ -151,6 +151,11 @@ CASES: dict[str, Spec] = {
         lambda x: torch.var_mean(x, (0, 2, 3), correction=1),
         lambda: [randn(3, 16, 15, 15).to(memory_format=torch.channels_last) + 3],
     ),
+    "batch norm statistics, dense rows": (
+        "column",
+        lambda x: torch.var_mean(x, (0, 2, 3), correction=1),
+        lambda: [randn(4, 6, 90, 100)],
+    ),
     # both
     "norm backward": ("row_column", norm_backward, backward_of((4, 9), 96)),
     "norm backward, many rows": ("row_column", norm_backward, backward_of((301,), 128)),

@@ -19,7 +19,7 @@ MAX_ROW_COLUMN_WIDTH = 8192
 # A reduction over everything that is read back runs in one program, so it must stay small.
 MAX_SINGLE_PROGRAM = 1 << 16
 # Rows that are only summed, too few to occupy a GPU and too long for one program each.
-FEW_ROWS, LONG_ROW = 64, 1 << 15
+FEW_ROWS, LONG_ROW = 512, 1 << 15
 
 
 def classify(

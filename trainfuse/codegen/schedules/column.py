@@ -5,7 +5,7 @@ from __future__ import annotations
 from trainfuse.codegen.builder import Group
 from trainfuse.codegen.ir import Module
 from trainfuse.codegen.schedules import accumulate
-from trainfuse.codegen.schedules.common import describe, long, needed
+from trainfuse.codegen.schedules.common import describe, live_tiles, long, needed
 from trainfuse.codegen.targets import CodegenOptions, Target
 from trainfuse.codegen.tile import Segment, TileAxis, divide_up, power_of_two
 
@@ -13,6 +13,9 @@ COLUMNS = 128
 ROWS = 32
 WARPS = 4
 PROGRAMS_PER_SM = 4
+# Columns of a tile when neighbours in memory are neighbours of a column: whole sectors of it.
+FEW_COLUMNS = 4
+TILE_REGISTERS = 160
 
 
 def build(group: Group, target: Target, options: CodegenOptions) -> Module:
@@ -20,11 +23,8 @@ def build(group: Group, target: Target, options: CodegenOptions) -> Module:
     del options
     domain = group.domain
     width, total = domain.extent(domain.cols), domain.extent(domain.rows)
-    block = min(power_of_two(width), 2048 if target.interpreted else COLUMNS)
+    rows, block = tile_shape(group, target)
     tiles = divide_up(width, block)
-    # Few columns idle the multiprocessors: take more slabs of rows, and taller tiles.
-    rows = ROWS * max(1, COLUMNS // block) if not target.interpreted else max(1, 16384 // block)
-    rows = min(rows, power_of_two(total))
     wanted = max(1, PROGRAMS_PER_SM * target.num_sms // tiles)
     slabs = min(wanted, divide_up(total, rows), accumulate.MAX_PROGRAMS)
     row_mask = "row_mask" if total % rows else ""
@@ -47,3 +47,21 @@ def build(group: Group, target: Target, options: CodegenOptions) -> Module:
     doc = f"Sums over rows: {describe(group, needed(group))}."
     plan = accumulate.Plan(slabs, rows, "column_kernel", doc, WARPS, tiles)
     return accumulate.build(group, target, tile, plan, prologue)
+
+
+def tile_shape(group: Group, target: Target) -> tuple[int, int]:
+    """(rows, columns) of a tile: wide along the axis that is dense in memory."""
+    domain = group.domain
+    width, total = domain.extent(domain.cols), domain.extent(domain.rows)
+    # Axes are numbered as the operands lie in memory, so the last one is the dense one.
+    dense_rows = len(domain.sizes) - 1 in domain.rows
+    block = min(power_of_two(width), FEW_COLUMNS if dense_rows else COLUMNS)
+    if target.interpreted:
+        block = min(power_of_two(width), 2048)
+        return min(max(1, 16384 // block), power_of_two(total)), block
+    # Few columns idle the multiprocessors: take more slabs of rows, and taller tiles.
+    rows = min(ROWS * max(1, COLUMNS // block), power_of_two(total))
+    live = live_tiles(group) + len(domain.reduced)
+    while rows > 8 and rows * block * live / (32 * WARPS) > TILE_REGISTERS:
+        rows //= 2
+    return rows, block

@@ -12,6 +12,7 @@ from trainfuse.codegen.schedules.common import (
     constants,
     describe,
     kernel,
+    live_tiles,
     long,
     needed,
     own_axes,
@@ -20,6 +21,7 @@ from trainfuse.codegen.schedules.common import (
 from trainfuse.codegen.targets import CodegenOptions, Target
 from trainfuse.codegen.tile import Segment, TileAxis, divide_up, power_of_two, value_strides
 
+TILE_REGISTERS = 96
 TILE = 64  # side of a transposing tile: whole 32-byte sectors both ways, even for bytes
 
 
@@ -92,7 +94,8 @@ def flat_block(group: Group, target: Target, size: int) -> tuple[int, int]:
         return min(power_of_two(size), 1 << 15), 4
     per_thread = max(16 // widest(group), 4)
     few = len(group.inputs) + len(group.outputs) <= 4
-    block = 128 * per_thread * (2 if few else 1)
+    double = few and 2 * per_thread * live_tiles(group) <= TILE_REGISTERS
+    block = 128 * per_thread * (2 if double else 1)
     # Small tensors: rather more programs than longer ones.
     while block > 128 * per_thread and size < block * target.num_sms * 4:
         block //= 2

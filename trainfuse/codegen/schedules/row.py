@@ -31,6 +31,7 @@ from trainfuse.codegen.tile import (
 )
 
 MAX_WARPS = 16
+CHUNK_WARPS = 8
 ROW = frozenset({"row"})
 ROW_AND_COL = frozenset({"row", "col"})
 # Registers a thread that live tiles may take, of 255; the rest is addresses and partial results.
@@ -143,7 +144,7 @@ def chunked(group: Group, target: Target, options: CodegenOptions) -> Module:
     domain = group.domain
     width, total = domain.extent(domain.cols), domain.extent(domain.rows)
     block = min(options.chunk, power_of_two(width))
-    while block > 1024 and block * live_tiles(group) / (32 * MAX_WARPS / 2) > TILE_REGISTERS:
+    while block > 1024 and block * live_tiles(group) / (32 * CHUNK_WARPS) > TILE_REGISTERS / 2:
         block //= 2
     mask = "" if width % block == 0 else "col_mask"
     row = row_axis(group, 1, False)
@@ -181,7 +182,7 @@ def chunked(group: Group, target: Target, options: CodegenOptions) -> Module:
         if red.node in group.outputs:
             builder.store(red.node)
     doc = f"A row in chunks: {describe(group, nodes)}."
-    warps = 4 if target.interpreted else max(4, min(MAX_WARPS, block // 1024))
+    warps = max(4, min(CHUNK_WARPS, block // 512))
     return Module((kernel(builder, "row_kernel", doc, (total, 1, 1), warps),))
 
 

@@ -31,9 +31,7 @@ def build(group: Group, target: Target, options: CodegenOptions) -> Module:
     held = sum(segment.width for segment in segments)
     sums = sum(bool(reduced & frozenset(domain.rows)) for reduced in domain.reduced.values())
     live = live_tiles(group) + sums
-    warps = WARPS
-    while warps < 16 and held * live / (32 * warps) > TILE_REGISTERS / 2:
-        warps *= 2
+    warps = num_warps(held, live)
     if held * live / (32 * warps) > TILE_REGISTERS:
         raise Unsupported(group.nodes[-1], "its columns are too many to accumulate in registers")
     budget = 8192 if target.interpreted else ELEMENTS_A_STEP
@@ -55,3 +53,14 @@ def build(group: Group, target: Target, options: CodegenOptions) -> Module:
     doc = f"Rows and their columns: {describe(group, needed(group))}."
     plan = accumulate.Plan(programs, rows, "row_column_kernel", doc, warps)
     return accumulate.build(group, target, tile, plan, prologue)
+
+
+def num_warps(held: int, live: int) -> int:
+    """Warps that keep half the registers free, but 8 elements a thread: a 16-byte load of bf16."""
+    warps = WARPS
+    while warps < 16:
+        each = held / (32 * warps)
+        if each * live <= TILE_REGISTERS / 2 or (each < 16 and each * live <= TILE_REGISTERS):
+            break
+        warps *= 2
+    return warps
