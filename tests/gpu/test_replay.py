@@ -87,6 +87,24 @@ def test_a_mutated_input_of_the_user_is_written_back(cache: KernelCache) -> None
         torch.testing.assert_close(y, expected)
 
 
+@pytest.mark.parametrize("pinned", [False, True])
+def test_inputs_from_the_host_are_moved_before_the_replay(pinned: bool) -> None:
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        x = torch.ops.aten._to_copy.default(x, device="cuda", non_blocking=pinned)
+        return x.double() + y
+
+    def host() -> Tensor:
+        value = torch.randn(64, 3).expand(2, 64, 3)
+        return value.pin_memory() if pinned else value
+
+    tg = trace(step, [host(), rand(3)])
+    plan = Plan(tg, None, {}, {}, RuntimeOptions("eager"), cuda_graph="require")
+    for _ in range(4):
+        x, y = host(), rand(3)
+        torch.testing.assert_close(plan([x, y]), [x.cuda().double() + y])
+    assert plan.cuda_graph.used
+
+
 class Training:
     """The same step twice: ours with a CUDA graph, and eager."""
 

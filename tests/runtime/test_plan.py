@@ -18,7 +18,7 @@ from trainfuse.codegen.schedules import foreach as schedule
 from trainfuse.errors import CudaGraphUnavailable
 from trainfuse.runtime import foreach
 from trainfuse.runtime.cache import KernelCache
-from trainfuse.runtime.cuda_graph import why_not
+from trainfuse.runtime.cuda_graph import uploaded, why_not
 from trainfuse.runtime.fallback import Boundary
 from trainfuse.runtime.gate import Gate
 from trainfuse.runtime.inductor import cut
@@ -232,6 +232,9 @@ def fake_graph(function: Any, *shapes: tuple[int, ...], device: str = "cuda") ->
     [
         (lambda x: torch.ops.aten.nonzero.default(x), "waits for the GPU"),
         (lambda x: torch.ops.aten._to_copy.default(x, device="cpu"), "computes on the cpu"),
+        (lambda x: x + torch.ops.aten.full.default([2], 1.0).to("cuda").sum(), "on the cpu"),
+        (lambda x: x + torch.ops.aten.full.default([], 1.0).to("cuda"), "copies from the host"),
+        (lambda x: x + torch.ops.aten.full.default([], 1.0), None),
         (lambda x: torch.ops.aten.index.Tensor(x, [x > 0]), "indexes with a mask"),
         (lambda x: torch.ops.aten.index.Tensor(x, [torch.arange(2, device="cuda")]), None),
         (lambda x: torch.sin(x), None),
@@ -255,6 +258,19 @@ def test_a_cpu_step_says_why_it_has_no_cuda_graph() -> None:
         Plan(tg, None, {}, {}, RuntimeOptions("eager"), cuda_graph="require")
     off = Plan(tg, None, {}, {}, RuntimeOptions("eager"), no_graph_because="regions run ungraphed")
     assert off.cuda_graph.reason == "regions run ungraphed"
+
+
+def test_an_input_that_the_step_only_moves_to_the_gpu_allows_a_cuda_graph() -> None:
+    def moves(x: Tensor) -> Tensor:
+        return torch.ops.aten._to_copy.default(x, device="cuda", non_blocking=True) + 1.0
+
+    def reads(x: Tensor) -> Tensor:
+        return moves(x) + torch.ops.aten._to_copy.default(x + 1.0, device="cuda")
+
+    tg = fake_graph(moves, (4,), device="cpu")
+    assert why_not(tg) is None
+    assert list(uploaded(tg).values()) == [True]
+    assert "x_1 is on the cpu" in str(why_not(fake_graph(reads, (4,), device="cpu")))
 
 
 def test_a_step_on_the_host_keeps_the_cuda_graph_away() -> None:

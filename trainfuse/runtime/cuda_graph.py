@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +15,7 @@ from autodiff.graph import TrainingGraph
 
 _SYNCHRONISING = frozenset({"nonzero", "_local_scalar_dense", "masked_select", "_unique2"})
 _INDEXING = frozenset({"index", "index_put", "_index_put_impl", "_unsafe_index"})
+_MOVES = frozenset({"_to_copy", "device_put"})
 _STATIC_KINDS = frozenset({"parameter", "buffer"})
 
 
@@ -28,21 +29,59 @@ class GraphState:
 
 def why_not(tg: TrainingGraph) -> str | None:
     """Why a graph can't be one CUDA graph, as far as the graph itself tells; or None."""
+    uploads = uploaded(tg)
+    allowed = set(uploads) | _host_constants(tg)
     placeholders = tg.graph.find_nodes(op="placeholder")
     for fact, node in zip(tg.inputs, placeholders, strict=True):
         value = node.meta.get("val")
         if not isinstance(value, Tensor):
             return f"input {fact.name} is a number that may change between calls"
-        if value.device.type != "cuda":
+        if value.device.type != "cuda" and node not in allowed:
             return f"input {fact.target or fact.name} is on the {value.device.type}"
     for node in tg.nodes():
-        if (reason := _why_not_node(node)) is not None:
+        if (reason := _why_not_node(node, allowed, uploads)) is not None:
             where = tg.where(node)
             return f"{node.name} {reason}" + (f" ({where})" if where else "")
     return None
 
 
-def _why_not_node(node: fx.Node) -> str | None:
+def uploaded(tg: TrainingGraph) -> dict[fx.Node, bool]:
+    """Host inputs that the step only moves to the GPU, and whether it does so asynchronously.
+
+    A replay moves them itself, into a buffer on the GPU, and the captured move is a copy there.
+    """
+    found: dict[fx.Node, bool] = {}
+    for fact, node in zip(tg.inputs, tg.graph.find_nodes(op="placeholder"), strict=True):
+        value = node.meta.get("val")
+        if not isinstance(value, Tensor) or value.device.type != "cpu" or fact.name in tg.mutations:
+            continue
+        if node.users and all(_is_upload(user) for user in node.users):
+            found[node] = all(bool(user.kwargs.get("non_blocking")) for user in node.users)
+    return found
+
+
+def _is_upload(node: fx.Node) -> bool:
+    value = node.meta.get("val")
+    moved = isinstance(value, Tensor) and value.device.type == "cuda"
+    return moved and getattr(node.target, "_opname", "") in _MOVES
+
+
+def _host_constants(tg: TrainingGraph) -> set[fx.Node]:
+    """0-d values on the host that are the same at every step: kernels take them as numbers."""
+    found: set[fx.Node] = set()
+    for node in tg.graph.nodes:
+        value = node.meta.get("val")
+        scalar = isinstance(value, Tensor) and value.dim() == 0 and value.device.type == "cpu"
+        row = ops.lookup(node.target) if node.op == "call_function" else None
+        fixed = row is not None and row.kind not in ("rng", "effect", "opaque")
+        if scalar and fixed and all(n in found or n.op == "get_attr" for n in node.all_input_nodes):
+            found.add(node)
+    return found
+
+
+def _why_not_node(
+    node: fx.Node, allowed: Collection[fx.Node], uploads: Collection[fx.Node]
+) -> str | None:
     target = node.target
     if isinstance(target, torch._ops.OpOverload):
         if target._opname in _SYNCHRONISING:
@@ -52,8 +91,13 @@ def _why_not_node(node: fx.Node) -> str | None:
                 return f"({target}) indexes with a mask, which waits for the GPU"
         elif {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output} & set(target.tags):
             return f"({target}) has an output whose size depends on data"
+        if target._opname in _MOVES and node not in allowed:
+            source = node.all_input_nodes[0]
+            value = source.meta.get("val")
+            if isinstance(value, Tensor) and value.device.type == "cpu" and source not in uploads:
+                return f"({target}) copies from the host"
     for value in _tensors(node.meta.get("val")):
-        if value.device.type != "cuda":
+        if value.device.type != "cuda" and node not in allowed:
             return f"({target}) computes on the {value.device.type}"
     return None
 
@@ -122,8 +166,9 @@ def is_static(tg: TrainingGraph) -> tuple[bool, ...]:
 class Replay:
     """A captured program. Building it captures, which executes nothing.
 
-    static: which inputs are read where they are; the others are copied into buffers before each
-    replay, and back where the program mutates them. Outputs are clones: nothing a caller holds
+    static: which inputs are read where they are; the others are copied into buffers on the GPU
+    before each replay, and back where the program mutates them. uploads: inputs that come from the
+    host, and whether their copy may be asynchronous. Outputs are clones: nothing a caller holds
     changes at the next replay. A failed capture raises whatever CUDA or the program raised, with
     the random state put back.
     """
@@ -134,6 +179,7 @@ class Replay:
         args: Sequence[Tensor],
         static: Sequence[bool],
         mutated: frozenset[int],
+        uploads: Mapping[int, bool],
         stream: torch.cuda.Stream,
     ) -> None:
         self._moving = [i for i, fixed in enumerate(static) if not fixed]
@@ -141,8 +187,10 @@ class Replay:
         self._returned = [i for i in self._moving if i in mutated]
         inputs = list(args)
         for i in self._moving:
-            inputs[i] = _buffer(args[i])
+            inputs[i] = _buffer(args[i], stream.device)
         self._buffers = {i: inputs[i] for i in self._moving}
+        self._uploads = [(i, _dense(inputs[i]), uploads[i]) for i in uploads]
+        self._moving = [i for i in self._moving if i not in uploads]
         self._dense = [_dense(self._buffers[i]) for i in self._moving]
         self._inputs = inputs
         self.addresses = self._addresses(args)
@@ -167,6 +215,8 @@ class Replay:
         if self._dense:
             sources = [_dense(args[i]) for i in self._moving]
             torch._foreach_copy_(self._dense, sources)
+        for i, buffer, asynchronous in self._uploads:
+            buffer.copy_(_dense(args[i]), non_blocking=asynchronous)
         self._graph.replay()
         for i in self._returned:
             args[i].copy_(self._buffers[i])
@@ -181,10 +231,8 @@ class Replay:
         return tuple(args[i].data_ptr() for i in self._fixed)
 
 
-def _buffer(value: Tensor) -> Tensor:
-    buffer = torch.empty_strided(
-        value.shape, value.stride(), dtype=value.dtype, device=value.device
-    )
+def _buffer(value: Tensor, device: torch.device) -> Tensor:
+    buffer = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=device)
     _dense(buffer).copy_(_dense(value))
     return buffer
 

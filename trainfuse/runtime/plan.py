@@ -14,7 +14,7 @@ from autodiff import ops
 from autodiff.graph import TrainingGraph
 from trainfuse.errors import CudaGraphUnavailable
 from trainfuse.log import get_logger
-from trainfuse.runtime.cuda_graph import GraphState, Replay, is_static, why_not
+from trainfuse.runtime.cuda_graph import GraphState, Replay, is_static, uploaded, why_not
 from trainfuse.runtime.foreach import UpdateCall
 from trainfuse.runtime.program import Program, RuntimeOptions, build_program
 from trainfuse.runtime.snapshot import restored_on_failure
@@ -65,6 +65,9 @@ class Plan:
         self._static = is_static(tg)
         names = [fact.name for fact in tg.inputs]
         self._mutated = frozenset(names.index(name) for name in tg.mutations)
+        uploads = uploaded(tg)
+        placeholders = tg.graph.find_nodes(op="placeholder")
+        self._uploads = {i: uploads[n] for i, n in enumerate(placeholders) if n in uploads}
         self._device = _cuda_device(tg)
         self._stream: torch.cuda.Stream | None = None
         self._replay: Replay | None = None
@@ -217,7 +220,7 @@ class Plan:
         assert self._stream is not None, "the first call made it"
         for call in self.program.groups.values():
             call.launcher.load()
-        return Replay(self.program, args, self._static, self._mutated, self._stream)
+        return Replay(self.program, args, self._static, self._mutated, self._uploads, self._stream)
 
     def _no_graph(self, reason: str) -> None:
         self._wanted = False
