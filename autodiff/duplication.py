@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from torch import fx
 
 from .graph import NodeFacts, TrainingGraph
-from .reads import carried_views
+from .reads import fixed_readers
 from .rewrite import GraphEdit
 
 
@@ -17,7 +17,7 @@ def duplicate(tg: TrainingGraph, recomputed: Sequence[fx.Node]) -> TrainingGraph
     A copy stands just before its first reader.
     """
     edit = GraphEdit(tg)
-    carried = {edit.mapping[node] for node in carried_views(tg)}
+    fixed = {edit.mapping[node] for node in fixed_readers(tg)}
     rank = {node: i for i, node in enumerate(edit.graph.nodes)}
     anchor_of: dict[fx.Node, fx.Node] = {}
     front: dict[fx.Node, fx.Node] = {}
@@ -29,7 +29,7 @@ def duplicate(tg: TrainingGraph, recomputed: Sequence[fx.Node]) -> TrainingGraph
             for user in node.users
             if user.op == "call_function"
             and edit.facts[user].phase != "forward"
-            and user not in carried
+            and user not in fixed
         ]
         if not readers:
             continue

@@ -51,11 +51,20 @@ def is_view(node: fx.Node) -> bool:
     return ops.lookup(node.target).kind == "view" and node.target is not operator.getitem
 
 
-def carried_views(tg: TrainingGraph) -> set[fx.Node]:
-    """Later views of forward values that only hand them to the user: no backward reads them."""
+def fixed_readers(tg: TrainingGraph) -> set[fx.Node]:
+    """Later nodes that go on reading the forward's own values: nothing is copied for them.
+
+    They are views that only hand a value to the user, and nodes after an update: computed again
+    there, a value could be made of parameters that the update has overwritten.
+    """
     found: set[fx.Node] = set()
-    for node in reversed(tg.nodes()):
-        if tg.phase(node) != "forward" and is_view(node):
-            if all(user.op == "output" or user in found for user in node.users):
-                found.add(node)
+    later = [node for node in tg.nodes() if tg.phase(node) != "forward"]
+    for node in reversed(later):
+        if is_view(node) and all(user.op == "output" or user in found for user in node.users):
+            found.add(node)
+    updated = False
+    for node in tg.nodes():
+        updated = updated or ops.is_effect(node)
+        if updated and tg.phase(node) != "forward":
+            found.add(node)
     return found

@@ -15,7 +15,7 @@ from . import ops
 from .duplication import duplicate
 from .graph import TrainingGraph
 from .mincut import INFINITE, FlowNetwork
-from .reads import carried_views, is_fusible, is_view, num_bytes, readers_of
+from .reads import fixed_readers, is_fusible, is_view, num_bytes, readers_of
 
 # Costs are in units of a sixteenth of a byte moved, so that cheap arithmetic has a price.
 _BYTE = 16
@@ -161,13 +161,13 @@ class _Problem:
             if node.op == "get_attr"
             or (node.op == "placeholder" and (static_inputs is None or node in static_inputs))
         }
-        carried = carried_views(tg)
+        fixed = fixed_readers(tg)
         self.needed = {
             node
             for node in self.forward
             if node in demanded
             or any(
-                user not in members and user.op != "output" and user not in carried
+                user not in members and user.op != "output" and user not in fixed
                 for user in node.users
             )
         }

@@ -14,7 +14,8 @@ from torch import Tensor, fx
 from torch.utils.checkpoint import CheckpointPolicy
 from training_graphs import Builder, training_graph
 
-from autodiff.graph import TrainingGraph
+from autodiff import ops
+from autodiff.graph import NodeFacts, TrainingGraph
 from autodiff.mincut import INFINITE, FlowNetwork
 from autodiff.recompute import choose, plan_recompute
 from autodiff.reference import run_graph
@@ -219,6 +220,23 @@ def test_output_handed_on_stays_the_forwards_own() -> None:
     handed = planned.output_nodes[0].args[0]
     assert handed.name == y.name
     assert planned.phase(handed) == "forward"
+
+
+def test_nothing_is_recomputed_from_overwritten_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
+    write: Any = aten.copy_.default  # stands for the update: it writes a parameter
+    monkeypatch.setitem(ops.TABLE, ops.op_name(write), ops.TABLE["trainfuse.update.default"])
+    b = Builder()
+    x, bias = b.input(8, 8), b.input(8)
+    y = b.call(aten.add.Tensor, x, bias)
+    g = b.call(aten.exp.default, y, phase="backward", of=y)
+    effect = b.graph.call_function(write, ([bias], [g]))
+    b.facts[effect] = NodeFacts("update")
+    late = b.call(aten.sin.default, y, phase="update")
+    planned, report = plan_recompute(b.finish(late, g))
+    verify(planned)
+    assert report.recomputed == (y.name,)
+    (read,) = planned.output_nodes[0].all_input_nodes
+    assert planned.phase(read) == "forward"
 
 
 def tag(tg: TrainingGraph, names: set[str], region: int = 0) -> None:
