@@ -21,8 +21,8 @@ from trainfuse.codegen.schedules.common import (
     long,
     needed,
     own_axes,
+    preload,
 )
-from trainfuse.codegen.schedules.row import preload
 from trainfuse.codegen.targets import Target
 from trainfuse.codegen.tile import Segment, TileAxis, divide_up, power_of_two
 

@@ -32,6 +32,29 @@ def own_axes(domain: Domain, node: fx.Node) -> frozenset[int]:
     return frozenset(axis for dim in domain.axes[node] for axis in dim)
 
 
+def preload(builder: Builder, nodes: Iterable[fx.Node]) -> None:
+    """Emit all loads first: they overlap, and no store comes before a load.
+
+    Nothing else may move a load over a store or a reduction: the compiler can't tell that they
+    don't alias.
+    """
+    for node in nodes:
+        for operand in node.all_input_nodes:
+            if operand in builder.inputs and operand in builder.domain.axes:
+                if reads(node, operand):
+                    builder.value(operand)
+
+
+def reads(node: fx.Node, operand: fx.Node) -> bool:
+    """Whether a node reads an operand's elements, not only its shape."""
+    name = str(node.target)
+    return (
+        "_like" not in name
+        and "new_" not in name
+        and not ("copy.default" in name and "_to_" not in name and operand is node.args[0])
+    )
+
+
 def live_tiles(group: Group) -> int:
     """Most values that span every axis alive at one point, in program order: register pressure."""
     domain = group.domain

@@ -16,6 +16,7 @@ from trainfuse.codegen.schedules.common import (
     long,
     needed,
     own_axes,
+    preload,
     widest,
 )
 from trainfuse.codegen.targets import CodegenOptions, Target
@@ -79,6 +80,7 @@ def flat(group: Group, target: Target, order: Sequence[int]) -> Module:
         builder.note("i_mask", "i < SIZE")
     builder.bind("i")
     nodes = needed(group)
+    preload(builder, nodes)
     for node in nodes:
         if node in group.outputs:
             builder.store(node)
@@ -135,6 +137,7 @@ def tiled(group: Group, target: Target, order: Sequence[int], other: int) -> Mod
             builder.note(mask, f"{name} < {name.upper()}_SIZE")
     builder.bind("x", "y", "z")
     nodes = needed(group)
+    preload(builder, nodes)
     for node in nodes:
         if node in group.outputs:
             builder.store(node)

@@ -19,6 +19,7 @@ from trainfuse.codegen.schedules.common import (
     long,
     needed,
     own_axes,
+    preload,
 )
 from trainfuse.codegen.targets import CodegenOptions, Target
 from trainfuse.codegen.tile import (
@@ -108,25 +109,6 @@ def in_registers(group: Group, target: Target) -> Module:
             builder.store(node)
     doc = f"A row in registers: {describe(group, nodes)}."
     return Module((kernel(builder, "row_kernel", doc, (divide_up(total, rows), 1, 1), warps),))
-
-
-def preload(builder: Builder, nodes: list[fx.Node]) -> None:
-    """Start the loads of whole rows before the first reduction, so that they overlap."""
-    for node in nodes:
-        for operand in node.all_input_nodes:
-            if operand in builder.inputs and operand in builder.domain.axes:
-                if operand.meta["val"].dim() and reads(node, operand):
-                    builder.value(operand)
-
-
-def reads(node: fx.Node, operand: fx.Node) -> bool:
-    """Whether a node reads an operand's elements, not only its shape."""
-    name = str(node.target)
-    return (
-        "_like" not in name
-        and "new_" not in name
-        and not ("copy.default" in name and "_to_" not in name and operand is node.args[0])
-    )
 
 
 def levels(nodes: list[fx.Node], reduced: frozenset[fx.Node]) -> dict[fx.Node, int]:
