@@ -37,11 +37,26 @@ def test_eager_program_computes_the_graph_and_reads_like_it() -> None:
     program = build_program(tg, None, {}, {}, EAGER)
     torch.testing.assert_close(program(cloned(args)), run_graph(tg, args), rtol=0, atol=0)
     assert "aten.addmm.default(b_1, x_1, t)" in program.source
-    assert "split[0]" in program.source
+    assert "    getitem, getitem_1 = aten.split.Tensor(tanh, 3, 1)\n" in program.source
     assert "dtype=torch.float64" in program.source
     assert "# forward" in program.source
     assert "# backward" in program.source
     assert "# model.py:2" in program.source
+
+
+def test_results_that_nobody_reads_are_freed_at_once() -> None:
+    def fn(x: Tensor) -> tuple[Tensor, Tensor]:
+        _, indices = torch.ops.aten.sort.default(x)
+        mean, rstd = torch.ops.aten.native_layer_norm.default(x, [4], None, None, 1e-5)[1:]
+        return indices, mean + rstd
+
+    args = [randn(3, 4)]
+    tg = trace(fn, args)
+    tg.graph.eliminate_dead_code()
+    facts = {node: fact for node, fact in tg.facts.items() if node in set(tg.graph.nodes)}
+    program = build_program(tg.replace(facts=facts), None, {}, {}, EAGER)
+    torch.testing.assert_close(program(cloned(args)), run_graph(tg, args), rtol=0, atol=0)
+    assert "    _, getitem_1 = aten.sort.default(x_1)\n    del _\n" in program.source
 
 
 def test_constants_and_odd_arguments_survive_printing() -> None:

@@ -6,7 +6,7 @@ import keyword
 import operator
 import re
 import textwrap
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,7 +16,7 @@ from torch import Tensor, fx
 from autodiff.graph import TrainingGraph
 from trainfuse.runtime.memory import MemoryPlan, Step, deaths
 
-RESERVED = frozenset({"aten", "prims", "torch", "slice", "args", "step", "inf", "nan"})
+RESERVED = frozenset({"_", "aten", "prims", "torch", "slice", "args", "step", "inf", "nan"})
 _WIDTH = 96
 
 
@@ -161,7 +161,9 @@ class Printer(Expressions):
         match step.kind:
             case "aten":
                 assert step.node is not None
-                return [f"    {self.namer[step.node]} = {self.call(step.node)}"]
+                if step.writes == (step.node,):
+                    return [f"    {self.namer[step.node]} = {self.call(step.node)}"]
+                return self._unpacked(step.node, step.writes)
             case "group":
                 return self._launch(step)
             case "graph":
@@ -178,6 +180,18 @@ class Printer(Expressions):
             case "clone":
                 name = self.name(step.reads[0])
                 return [f"    {self._output(step.reads[0])} = {name}.clone()"]
+
+    def _unpacked(self, node: fx.Node, results: Sequence[fx.Node]) -> list[str]:
+        """An operator's results by name; those that nobody reads are freed at once."""
+        names = ["_"] * len(node.meta["val"])
+        for result in results:
+            index: Any = result.args[1]
+            names[index] = self.namer[result]
+        lines = _wrapped("    (", names, ",) = ")
+        if len(lines) == 1:
+            lines = [f"    {', '.join(names)}{',' * (len(names) == 1)} = "]
+        lines[-1] += self.call(node)
+        return lines + ["    del _"] * ("_" in names)
 
     def _launch(self, step: Step) -> list[str]:
         assert step.group is not None

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal
 
 import torch
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
 
 StepKind = Literal["aten", "group", "graph", "update", "copy", "clone"]
 
+_MANY = (tuple, list)
 _UNDECLARED_VIEWS = frozenset({"aten::_unsafe_view", "aten::reshape", "aten::contiguous"})
 """Operators that may return their input's memory although their schema has no alias mark."""
 
@@ -73,6 +75,26 @@ def alias_roots(tg: TrainingGraph) -> dict[fx.Node, fx.Node]:
         else:
             roots[node] = node
     return roots
+
+
+def fold_results(steps: Sequence[Step]) -> list[Step]:
+    """Let an operator with several results write them at once: `out, mean, rstd = ...`."""
+    made = {step.node for step in steps if step.kind == "aten"}
+    folded: dict[fx.Node, tuple[fx.Node, ...]] = {}
+    for step in steps:
+        node = step.node
+        if step.kind == "aten" and node is not None and isinstance(node.meta.get("val"), _MANY):
+            taken = {user.args[1]: user for user in node.users if user.target is operator.getitem}
+            if 0 < len(taken) == len(node.users) and made.issuperset(node.users):
+                folded[node] = tuple(sorted(taken.values(), key=lambda user: user.args[1]))
+    gone = {user for users in folded.values() for user in users}
+    kept = [step for step in steps if step.kind != "aten" or step.node not in gone]
+    return [
+        replace(step, writes=folded[step.node])
+        if step.kind == "aten" and step.node in folded
+        else step
+        for step in kept
+    ]
 
 
 def place_mutations(tg: TrainingGraph, steps: Sequence[Step]) -> MemoryPlan:

@@ -30,7 +30,7 @@ from trainfuse.runtime.inductor import (
     worth_compiling,
 )
 from trainfuse.runtime.launch import INTERPRETER, GroupLauncher
-from trainfuse.runtime.memory import Step, place_mutations
+from trainfuse.runtime.memory import Step, fold_results, place_mutations
 
 if TYPE_CHECKING:
     from trainfuse.capture.optimizers import UpdateHandle
@@ -123,7 +123,7 @@ def build_program(
             builder.segments()
         case "eager":
             builder.nodes(tg.nodes())
-    memory = place_mutations(tg, builder.steps)
+    memory = place_mutations(tg, fold_results(builder.steps))
     printer = Printer(tg, memory, builder.callables)
     source = printer.render()
     _log.info("Optimized Graph:\n%s", source)
