@@ -21,6 +21,9 @@ from trainfuse.runtime.foreach import UpdateCall
 
 BACKENDS = ("triton", "eager")
 
+# Dynamo looks at `.grad` of what it meets between two graphs, and torch warns of that
+pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
+
 
 class Twin:
     """One training, twice: eager and to be compiled, with equal weights and optimizers."""
@@ -198,7 +201,8 @@ def test_refused_whole_but_right(name, backend):
     twin = Twin(*REFUSED[name])
     step = trainfuse.compile(twin.ours, backend=backend)
     _run_both(twin, step, *_batch())
-    explanation = step.explain()
+    with trainfuse.settings.patch(keep_gradients=True):
+        explanation = step.explain()
     assert explanation.capture == "regions"
     reasons = [r.reason for r in explanation.refusals if r.stage == "capture"]
     assert reasons, "no reason is recorded"
