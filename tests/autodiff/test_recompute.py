@@ -197,6 +197,17 @@ def test_copies_stand_late_and_belong_to_their_reader() -> None:
         assert all(node in copies for node in between)
 
 
+def test_copy_for_an_unlinked_reader_links_to_its_original() -> None:
+    b = Builder()
+    y = b.call(aten.sin.default, b.input(8, 8))
+    z = b.call(aten.exp.default, y)
+    g = b.call(aten.neg.default, z, phase="backward")
+    planned, report = plan_recompute(b.finish(z, g))
+    assert set(report.recomputed) == {y.name, z.name}
+    links = {n.name: planned.facts[n].forward_of for n in planned.nodes("backward")}
+    assert sorted(link for link in links.values() if link) == [z.name, z.name]
+
+
 def test_output_handed_on_in_a_later_phase_is_not_recomputed() -> None:
     b = Builder()
     x = b.input(8, 8)
