@@ -37,6 +37,7 @@ from trainfuse.errors import UnfusedOperator
 from trainfuse.fields import Settings
 from trainfuse.fusion.grouping import plan_fusion
 from trainfuse.fusion.plan import FusionOptions, FusionPlan
+from trainfuse.fusion.rewrites.row_statistics import recompute_from_statistics
 from trainfuse.fusion.rewrites.update_casts import fold_update_casts
 from trainfuse.fusion.rewrites.weight_casts import batch_weight_casts
 from trainfuse.runtime.cache import shared_cache
@@ -82,6 +83,12 @@ def _recompute(state: State) -> State:
         return state
     graph, report = plan_recompute(state.graph, facts.settings.memory_budget)
     return replace(state, graph=graph, recompute=report)
+
+
+def _statistics(state: State) -> State:
+    facts = state.facts
+    wanted = facts.backend == "triton" and facts.kind == "whole_step" and facts.settings.recompute
+    return replace(state, graph=recompute_from_statistics(state.graph)) if wanted else state
 
 
 def _fold(state: State) -> State:
@@ -153,6 +160,7 @@ PASSES: tuple[tuple[str, Callable[[State], State], str], ...] = (
     ("decompose", _graph_pass(decompose), "composites become pointwise and reduction nodes"),
     ("creations", _graph_pass(detach_creations), "constants read no tensor for its shape"),
     ("tidy", _graph_pass(cleanup), "what decomposition left"),
+    ("row statistics", _statistics, "log-probabilities are recomputed from saved row statistics"),
     ("update casts", _fold, "the update reads half gradients itself"),
     ("weight casts", _casts, "casts that no kernel of ours can take in are made together"),
     ("slice", _slice, "differentiable subgraphs, small ones dissolved; nodes are final now"),

@@ -263,3 +263,23 @@ def test_preconditions(recorder) -> None:
     assert whole.ready(batch()[:1])
     with pytest.raises(CaptureRefused, match="backward"):
         whole(batch()[0])
+
+
+def test_one_eager_step_before_the_first_call(recorder) -> None:
+    """Gradients left by eager, of several shapes, and a region compiled after the whole step.
+
+    torch 2.14 shares one None among all traces: a source written on it broke both.
+    """
+    ours, theirs, opt, ref = pair()
+    step, eager = train_step(ours, opt), train_step(theirs, ref)
+    data = batch()
+    whole = WholeStep(step, recorder, max_plans=4, keep_gradients=False)
+    for seed, call in enumerate((step, lambda *d: run(whole, *d), lambda *d: run(whole, *d))):
+        torch.manual_seed(seed)
+        call(*data)
+        torch.manual_seed(seed)
+        eager(*data)
+        assert_same_state(ours, theirs)
+    other = nn.Sequential(nn.Linear(8, 8), nn.ReLU())
+    compiled = torch.compile(other, backend="eager", fullgraph=True)
+    torch.testing.assert_close(compiled(data[0]), other(data[0]))

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 from torch._dynamo.backends.common import aot_autograd as _aot_autograd
+from torch._dynamo.side_effects import SideEffects
+from torch._dynamo.variables import constant
 from torch._inductor.decomposition import select_decomp_table
 from torch.optim import optimizer as optimizer_module
 
@@ -65,11 +67,27 @@ class DynamoSettings:
 
     def __enter__(self) -> None:
         self._revert = self._apply()
+        SideEffects.load_attr = _load_attr
 
     def __exit__(self, *_: object) -> None:
         assert self._revert is not None
+        SideEffects.load_attr = _STOCK_LOAD_ATTR
         self._revert()
         self._revert = None
+
+
+_STOCK_LOAD_ATTR = SideEffects.load_attr
+
+
+def _load_attr(self: SideEffects, *args: Any, **kwargs: Any) -> Any:
+    """Dynamo's reading of an attribute that the trace wrote, with a None of its own.
+
+    From torch 2.14 on every None that Dynamo meets is one shared object. `p.grad = None`, read back
+    by `backward`, gets p's gradient as its source: later traces would see it in every None.
+    """
+    found = _STOCK_LOAD_ATTR(self, *args, **kwargs)
+    shared = getattr(constant, "CONSTANT_VARIABLE_NONE", None)
+    return constant.ConstantVariable(None) if shared is not None and found is shared else found
 
 
 def static_by_address(placeholder: fx.Node) -> bool:
