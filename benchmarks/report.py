@@ -116,7 +116,7 @@ def plot(suites: dict[str, list[dict[str, Any]]], target: Path) -> None:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Exit status: 1 when --check finds a difference."""
+    """Exit status: 1 when --check finds a difference, 2 when a plot can't be drawn."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument("--readme", type=Path, default=ROOT / "README.md")
@@ -127,7 +127,11 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     suites = load(options.results)
     if options.plot:
-        plot(suites, options.plot)
+        try:
+            plot(suites, options.plot)
+        except ImportError:
+            print("the plot needs matplotlib: pip install trainfuse[bench]", file=sys.stderr)
+            return 2
     elif options.write or options.check:
         before = options.readme.read_text()
         after = rendered(before, suites)
