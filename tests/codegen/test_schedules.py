@@ -333,6 +333,17 @@ def test_64_bit_offsets_when_a_tensor_needs_them() -> None:
     assert "int64" not in lowered(small).source
 
 
+WIDE = ["bias gelu", "transpose", "softmax", "norm 768", "norm 20001", "bias gradient", "loss"]
+
+
+@pytest.mark.parametrize("name", [*WIDE, "norm backward", "norm backward 768"])
+def test_64_bit_offsets_are_right(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trainfuse.codegen.tile.INT32_LIMIT", 1)
+    _, fn, make = CASES[name]
+    kernel = check(fn, make(), table=NORMS, target=TARGETS["gpu"])
+    assert "tl.int64)" in kernel.source
+
+
 REFUSED: dict[str, tuple[Callable[..., Any], str]] = {
     "complex": (lambda x: x.to(torch.complex64) * 2, "complex64"),
     "integer power": (lambda x: torch.pow(x.long(), x.long()), "power"),

@@ -75,15 +75,9 @@ def lower_nodes(
     domain = infer(nodes)
     if isinstance(domain, Refusal):
         return domain
-    return lower(make_group(nodes, outputs, name), target, options)
-
-
-def make_group(nodes: Sequence[fx.Node], outputs: Sequence[fx.Node], name: str) -> FusionGroup:
-    """The fusion group of some nodes; asserts that they share a domain."""
-    domain = infer(nodes)
-    assert not isinstance(domain, Refusal), domain
     members = set(nodes)
     inputs = dict.fromkeys(
         operand for node in nodes for operand in node.all_input_nodes if operand not in members
     )
-    return FusionGroup(name, "forward", tuple(nodes), tuple(inputs), tuple(outputs), domain)
+    group = FusionGroup(name, "forward", tuple(nodes), tuple(inputs), tuple(outputs), domain)
+    return lower(group, target, options)
