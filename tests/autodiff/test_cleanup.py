@@ -7,13 +7,15 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from training_graphs import Builder, training_graph
 
 from autodiff import ops
 from autodiff.derive import cleanup, decompose
 from autodiff.graph import TrainingGraph
 from autodiff.reference import run_graph
-from autodiff.rewrite import is_row_major
+from autodiff.rewrite import is_row_major, known_equal, same_strides
 from autodiff.verify import verify
 
 aten: Any = torch.ops.aten
@@ -154,6 +156,20 @@ def test_arguments_are_left_alone() -> None:
     cleanup(decompose(tg))
     assert str(tg.graph) == before
     assert tg.facts == facts
+
+
+def test_comparing_sizes_adds_no_guard() -> None:
+    env = ShapeEnv()
+    mode = FakeTensorMode(shape_env=env)
+    value = mode.from_tensor(torch.empty(5, 7), static_shapes=False)
+    rows, columns = value.shape
+    assert not known_equal(rows, 5)  # it is 5 today
+    assert not known_equal((rows, columns), (5, 7))
+    assert known_equal((rows, rows * columns), (rows, columns * rows))
+    assert same_strides(value, value)
+    assert is_row_major(value)
+    assert not is_row_major(value.t())
+    assert env.guards == []
 
 
 def test_formulas_are_traced_without_the_callers_autocast() -> None:

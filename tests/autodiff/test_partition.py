@@ -201,8 +201,42 @@ def test_loss_saves_row_statistics_not_log_probabilities(autocast: bool) -> None
     assert wide == ["addmm"]
 
 
+class ReturnsSaved(torch.autograd.Function):
+    """Its backward returns what its forward saved, whatever the cotangent."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        kept = torch.cumsum(x, 0)
+        ctx.save_for_backward(kept)
+        return kept.sum()
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> Tensor:
+        return ctx.saved_tensors[0]
+
+
+def test_gradient_that_is_a_forward_value() -> None:
+    seen: list[Pair] = []
+    compiled = torch.compile(lambda x: ReturnsSaved.apply(x * 2), backend=backend(partition, seen))
+    x = torch.randn(6, requires_grad=True)
+    (gradient,) = torch.autograd.grad(compiled(x), x)
+    torch.testing.assert_close(gradient, torch.cumsum(x * 2, 0).detach() * 2)
+
+    def direct(x: Tensor) -> Tensor:
+        return ReturnsSaved.apply(x)
+
+    torch._dynamo.reset()
+    compiled = torch.compile(direct, backend=backend(partition, seen))
+    (gradient,) = torch.autograd.grad(compiled(x), x)
+    torch.testing.assert_close(gradient, torch.cumsum(x, 0).detach())
+    # the value itself crosses: nothing in the backward could make it
+    assert not seen[-1][1].graph.find_nodes(
+        op="call_function", target=torch.ops.aten.cumsum.default
+    )
+
+
 def test_unusual_boundaries() -> None:
-    """A gradient that is a forward value, an output that is an input, a frozen operand."""
+    """An output that is a view of an input, a frozen operand, two uses of one input."""
     weight = torch.randn(8, requires_grad=True)
     frozen = torch.randn(8)
 
