@@ -93,6 +93,19 @@ def test_oracle_computes_in_fp64_whatever_the_graph_casts_to() -> None:
         assert torch.equal(value, before)
 
 
+def test_oracle_ignores_half_to_float() -> None:
+    # the form that a GPU's autocast softmax takes; on fp64 inputs the flag would raise
+    b = Builder()
+    x = b.input(4, 6, dtype=torch.float16)
+    y = b.graph.call_function(aten._softmax.default, (x, 1, True))
+    with b.mode:
+        y.meta["val"] = torch.empty(4, 6)
+    b.facts[y] = NodeFacts("forward")
+    value = torch.randn(4, 6, dtype=torch.float16)
+    (output,) = run_graph(b.finish(y), [value], torch.float64)
+    torch.testing.assert_close(output, torch.softmax(value.double(), 1))
+
+
 def test_nodes_run_from_given_values_and_env_is_left_alone() -> None:
     tg, nodes = sound()
     env = {nodes["x"]: torch.ones(4, 6)}
