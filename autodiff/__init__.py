@@ -1,5 +1,7 @@
 """Training graphs: slicing, derivation, recompute and the reference evaluator."""
 
+from __future__ import annotations
+
 from .derive import cleanup, decompose
 from .graph import InputFact, NodeFacts, Phase, Refusal, TrainingGraph
 from .inlining import dissolve_unfused
