@@ -48,6 +48,7 @@ def batch_weight_casts(tg: TrainingGraph) -> TrainingGraph:
     if all(len(casts) < 2 for casts in lists.values()):
         return tg
     edit = GraphEdit(tg)
+    replaced: list[tuple[fx.Node, fx.Node]] = []
     first = next(node for node in edit.graph.nodes if node.op == "call_function")
     for dtype, casts in lists.items():
         if len(casts) < 2:
@@ -60,14 +61,16 @@ def batch_weight_casts(tg: TrainingGraph) -> TrainingGraph:
                 fact=edit.facts[olds[0]],
                 value=[n.meta["val"] for n in olds],
             )
-            for index, old in enumerate(olds):
-                part = edit.emit(
-                    operator.getitem,
-                    (together, index),
-                    fact=edit.facts[old],
-                    value=old.meta["val"],
+            parts = [
+                edit.emit(
+                    operator.getitem, (together, i), fact=edit.facts[old], value=old.meta["val"]
                 )
-                edit.replace(old, part)
+                for i, old in enumerate(olds)
+            ]
+        replaced += zip(olds, parts, strict=True)
+    # last, since the node that everything is inserted before may be one of them
+    for old, part in replaced:
+        edit.replace(old, part)
     return edit.finish()
 
 
