@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 from collections.abc import Callable, Mapping
@@ -97,11 +98,15 @@ class _Runner:
             )
         return self._regions
 
-    def close(self) -> None:
-        """Forget every plan and free what they hold."""
+    def forget_captures(self) -> None:
+        """Let Dynamo forget this target; the plans stay readable."""
         for capture in (self.whole, self._regions):
             if capture is not None:
                 capture.close()
+
+    def close(self) -> None:
+        """Forget every plan and free what they hold."""
+        self.forget_captures()
         self.builder.close()
 
 
@@ -148,26 +153,30 @@ class CompiledStep:
 
         With arguments and no plan yet, the step is captured and planned but not run.
         """
-        runner = self._runner()
-        if runner is None:
-            runner = _Runner(self._target, self._options, self._options.settings())
-        if (args or kwargs) and not runner.builder.plans:
-            _plan_only(runner, args, kwargs)
+        runner = self._planned(args, kwargs)
         return explain_plans(runner.builder.plans, runner.refusals, runner.settings)
 
     def graph_for(self, *args: Any, **kwargs: Any) -> str:
         """The fused graph as text: subgraphs, groups with their kernel ids, ATen nodes."""
-        self.explain(*args, **kwargs)
-        return "\n".join(plan.graph_text() for plan in self._latest_plans())
+        plans = self._planned(args, kwargs).builder.plans
+        return "\n".join(plan.graph_text() for plan in plans)
 
     def source(self, *args: Any, **kwargs: Any) -> str:
         """The Python program that runs, and the kernels it launches."""
-        self.explain(*args, **kwargs)
-        return "\n\n".join(plan.source() for plan in self._latest_plans())
+        plans = self._planned(args, kwargs).builder.plans
+        return "\n\n".join(plan.source() for plan in plans)
 
-    def _latest_plans(self) -> list[PlanRecord]:
+    def _planned(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Runner:
+        """The runner with the plans to show: the one in use, or one that only planned the call."""
         runner = self._runner()
-        return [] if runner is None else runner.builder.plans
+        if runner is not None and (runner.builder.plans or not (args or kwargs)):
+            return runner
+        runner = _Runner(self._target, self._options, self._options.settings())
+        if runner.settings.chosen_backend != "none" and (args or kwargs):
+            with runner.builder.plan_only() as stopped, contextlib.suppress(stopped):
+                runner(args, kwargs)
+            runner.forget_captures()
+        return runner
 
     def stats(self) -> dict[str, Any]:
         """Figures so far: plans, calls, kernels, compile seconds, CUDA graphs, gate verdict."""
@@ -194,16 +203,6 @@ class CompiledStep:
             runner.close()
         self._runners.clear()
         self._last = None
-
-
-def _plan_only(runner: _Runner, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Capture and plan without executing: the built program stops before its first statement."""
-    with runner.builder.plan_only() as stopped:
-        try:
-            runner(args, kwargs)
-        except stopped:
-            pass
-    runner.close()
 
 
 def _compile_module(module: nn.Module, options: CompileOptions) -> nn.Module:

@@ -145,12 +145,17 @@ def _lower(state: State) -> State:
     return replace(state, kernels=kernels, refusals=(*state.refusals, *refusals))
 
 
+def tidy(graph: TrainingGraph) -> TrainingGraph:
+    """Drop what computes nothing: identities, repeats, dead nodes, reads for a shape alone."""
+    return cleanup(detach_creations(graph))
+
+
 def _graph_pass(function: Callable[[TrainingGraph], TrainingGraph]) -> Callable[[State], State]:
     return lambda state: replace(state, graph=function(state.graph))
 
 
 PASSES: tuple[tuple[str, Callable[[State], State], str], ...] = (
-    ("clean", _graph_pass(cleanup), "drops identities, repeats and dead nodes"),
+    ("clean", _graph_pass(tidy), "no identities, repeats, dead nodes, nor reads for a shape alone"),
     (
         "dropout",
         _dropout,
@@ -158,8 +163,7 @@ PASSES: tuple[tuple[str, Callable[[State], State], str], ...] = (
     ),
     ("recompute", _recompute, "whole steps: chooses what the backward saves; composites are whole"),
     ("decompose", _graph_pass(decompose), "composites become pointwise and reduction nodes"),
-    ("creations", _graph_pass(detach_creations), "constants read no tensor for its shape"),
-    ("tidy", _graph_pass(cleanup), "what decomposition left"),
+    ("tidy", _graph_pass(tidy), "the same of what decomposition left"),
     ("row statistics", _statistics, "log-probabilities are recomputed from saved row statistics"),
     ("update casts", _fold, "the update reads half gradients itself"),
     ("weight casts", _casts, "casts that no kernel of ours can take in are made together"),
@@ -196,7 +200,7 @@ class PlanOnly(BaseException):
 class PlanRecord:
     """One plan: the captured graph as it was planned, and what executes it.
 
-    plan: None when only a plan was asked for.
+    plan: None when only a plan was asked for, of Inductor.
     """
 
     kind: str
@@ -277,8 +281,8 @@ class Builder:
             refuse_unfused(state)
         record = PlanRecord(captured.kind, state, 0.0)
         self.plans.append(record)
-        if self._stop_at_plan:
-            return _stop
+        if self._stop_at_plan and facts.backend == "inductor":
+            return _stop  # Inductor compiles for seconds, and shows nothing of it
         record.plan = Plan(
             state.graph,
             state.fusion,
@@ -289,6 +293,8 @@ class Builder:
             no_graph_because=None if captured.kind == "whole_step" else "regions run ungraphed",
         )
         record.compile_s = time.perf_counter() - began
+        if self._stop_at_plan:
+            return _stop
         self._dump(record)
         return self._program(record)
 
@@ -310,12 +316,14 @@ class Builder:
         return program
 
     def _runtime_options(self, facts: Facts) -> RuntimeOptions:
+        # with Inductor on a GPU the update is still ours: on the host it would forbid a CUDA graph
         triton = facts.backend == "triton"
+        ours = triton or (facts.backend == "inductor" and not facts.target.interpreted)
         return RuntimeOptions(
             backend=facts.backend,
             arch=facts.target.arch,
-            cache=shared_cache(self.settings.cache_dir, os.cpu_count() or 1) if triton else None,
-            gate=GATE if triton and self.settings.verify != "off" else None,
+            cache=shared_cache(self.settings.cache_dir, os.cpu_count() or 1) if ours else None,
+            gate=GATE if ours and self.settings.verify != "off" else None,
             boundary=self._boundary,
         )
 

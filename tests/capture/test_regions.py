@@ -11,10 +11,6 @@ from torch import nn
 
 from trainfuse.capture.regions import Regions
 
-# Dynamo looks at .grad of values that cross a break, and hides its own warning by a filter of its
-# own, which pytest's "error" overrides
-pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
-
 
 class Net(nn.Module):
     def __init__(self) -> None:

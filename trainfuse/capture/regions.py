@@ -16,6 +16,7 @@ from autodiff.split import partition
 from trainfuse.capture import compat
 from trainfuse.capture.lift import CaptureKind, input_fact, lift
 from trainfuse.capture.whole_step import Build
+from trainfuse.errors import TrainfuseError
 
 
 def region_backend(build: Build, joint_passes: Callable[..., Any]) -> Callable[..., Any]:
@@ -92,8 +93,14 @@ class Regions:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the target; its results stay differentiable."""
-        with self._settings:
-            return self._compiled(*args, **kwargs)
+        try:
+            with self._settings:
+                return self._compiled(*args, **kwargs)
+        except compat.CAPTURE_ERRORS as error:
+            cause = compat.user_cause(error)
+            if isinstance(cause, TrainfuseError):
+                raise cause from error
+            raise
 
     def close(self) -> None:
         """Forget every plan."""
