@@ -79,8 +79,9 @@ def rendered(readme: str, suites: dict[str, list[dict[str, Any]]]) -> str:
 
     def fill(match: re.Match[str]) -> str:
         suite = match["suite"]
-        parts = [section(suite, result) for result in suites.get(suite, [])]
-        body = "\n\n".join(parts) or "No results yet."
+        if suite not in suites:  # nothing was measured yet: the section stays as it is
+            return match[0]
+        body = "\n\n".join(section(suite, result) for result in suites[suite])
         return f"<!-- results:{suite} -->\n{body}\n<!-- /results:{suite} -->"
 
     pattern = r"<!-- results:(?P<suite>\w+) -->.*?<!-- /results:(?P=suite) -->"
