@@ -64,7 +64,8 @@ def fixed_readers(tg: TrainingGraph) -> set[fx.Node]:
             found.add(node)
     updated = False
     for node in tg.nodes():
-        updated = updated or ops.is_effect(node)
+        # a joint's copy_ epilogues are no update: they stand between forward and backward
+        updated = updated or ops.lookup(node.target).kind == "effect"
         if updated and tg.phase(node) != "forward":
             found.add(node)
     return found
