@@ -36,7 +36,7 @@ def apply_template(handle: UpdateHandle, index: int, grad: torch.Tensor) -> None
         for role, value in zip(template.written, template.gm(*flat), strict=True):
             target = handle.tensor(index, role)
             target.copy_(value.view_as(target))
-    handle.after_step([index])
+    handle.after_step((index,))
 
 
 @pytest.mark.parametrize("name", CASES)

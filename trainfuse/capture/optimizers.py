@@ -221,6 +221,34 @@ def _tidy_template(traced: fx.GraphModule) -> None:
     traced.recompile()
 
 
+class StateWatch:
+    """Whether an optimizer's state still consists of the tensors that a capture has baked in.
+
+    Compares identities only, without hashing a parameter: it is asked before every replay.
+    """
+
+    __slots__ = ("_dicts", "_optimizer", "_state", "_tensors")
+
+    def __init__(self, optimizer: torch.optim.Optimizer, names: Sequence[str]) -> None:
+        self._optimizer = optimizer
+        self._state = optimizer.state
+        self._dicts = list(self._state.values())
+        self._tensors = [(d, name, d[name]) for d in self._dicts for name in names if name in d]
+
+    def holds(self) -> bool:
+        """True while nothing was loaded, replaced or removed."""
+        state = self._optimizer.state
+        if state is not self._state or len(state) != len(self._dicts):
+            return False
+        for now, before in zip(state.values(), self._dicts, strict=True):
+            if now is not before:
+                return False
+        for where, name, tensor in self._tensors:
+            if where.get(name) is not tensor:
+                return False
+        return True
+
+
 class UpdateHandle:
     """What stands behind one effect node: an optimizer, its state, and device scalars.
 
@@ -242,6 +270,8 @@ class UpdateHandle:
         self._lr_seen: dict[tuple[int, torch.device], float] = {}
         self._steps: dict[torch.device, Tensor] = {}
         self._steps_stale = True
+        self._visible_steps: list[tuple[Tensor, list[int]]] = []
+        self._advances: dict[tuple[int, ...], list[tuple[Tensor, Tensor | int]]] = {}
         self._templates: dict[object, UpdateTemplate] = {}
         self.zeroed = False
         self.refusal = self._refuse(optimizer)
@@ -347,11 +377,26 @@ class UpdateHandle:
         return self._steps[device]
 
     def _refresh_steps(self) -> None:
+        """Take the visible step counters over to the device, and make them advance together.
+
+        Each counter becomes a view of one vector a device and type: one addition a step moves all,
+        where a list of 0-d tensors on the host takes one each.
+        """
+        found: dict[tuple[torch.device, torch.dtype], list[int]] = {}
         state = self.optimizer.state
-        values = [
-            float(state[p]["step"]) if p in state and "step" in state[p] else 0.0
-            for p in self.params
-        ]
+        values = [0.0] * len(self.params)
+        for index, p in enumerate(self.params):
+            step = state[p].get("step") if p in state else None
+            if step is not None:
+                values[index] = float(step)
+                found.setdefault((step.device, step.dtype), []).append(index)
+        self._visible_steps.clear()
+        self._advances.clear()
+        for (device, dtype), indices in found.items():
+            vector = torch.tensor([values[i] for i in indices], dtype=dtype, device=device)
+            for position, index in enumerate(indices):
+                state[self.params[index]]["step"] = vector[position]
+            self._visible_steps.append((vector, indices))
         for vector in self._steps.values():
             vector.copy_(torch.tensor(values))
         self._steps_stale = False
@@ -365,14 +410,30 @@ class UpdateHandle:
         if self._steps_stale and self._steps:
             self._refresh_steps()
 
-    def after_step(self, indices: Sequence[int]) -> None:
+    def after_step(self, indices: tuple[int, ...]) -> None:
         """Advance the visible step counters after a kernel advanced the device's.
 
         indices: flat indices of the parameters that the executed plan updated.
         """
-        if self.row.has_step:
-            state = self.optimizer.state
-            torch._foreach_add_([state[self.params[i]]["step"] for i in indices], 1)
+        if not self.row.has_step:
+            return
+        advances = self._advances.get(indices)
+        if advances is None:
+            chosen = set(indices)
+            advances = self._advances[indices] = []
+            for vector, members in self._visible_steps:
+                moved = [index in chosen for index in members]
+                if all(moved):
+                    advances.append((vector, 1))
+                elif any(moved):
+                    advances.append((vector, torch.tensor(moved).to(vector)))
+        for vector, amount in advances:
+            vector.add_(amount)
+
+    def watch_state(self) -> StateWatch:
+        """A watch over the optimizer's state as it is now."""
+        names = {name for g in self.optimizer.param_groups for name in self.row.states(g)}
+        return StateWatch(self.optimizer, sorted(names))
 
     def run_eager(self, indices: Sequence[int], grads: Sequence[Tensor]) -> None:
         """torch's own step for these gradients, with every other gradient set aside."""

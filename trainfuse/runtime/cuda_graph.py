@@ -192,6 +192,7 @@ class Replay:
         self._uploads = [(i, _dense(inputs[i]), uploads[i]) for i in uploads]
         self._moving = [i for i in self._moving if i not in uploads]
         self._dense = [_dense(self._buffers[i]) for i in self._moving]
+        self._expanded = {i for i in self._moving if 0 in args[i].stride()}
         self._inputs = inputs
         self.addresses = self._addresses(args)
         self._graph = torch.cuda.CUDAGraph()
@@ -212,9 +213,9 @@ class Replay:
 
     def __call__(self, args: Sequence[Tensor]) -> list[Any]:
         """One step on the current stream."""
-        if self._dense:
-            sources = [_dense(args[i]) for i in self._moving]
-            torch._foreach_copy_(self._dense, sources)
+        # one by one: a list of mixed types falls back to that, at some cost
+        for i, buffer in zip(self._moving, self._dense, strict=True):
+            buffer.copy_(_dense(args[i]) if i in self._expanded else args[i])
         for i, buffer, asynchronous in self._uploads:
             buffer.copy_(_dense(args[i]), non_blocking=asynchronous)
         self._graph.replay()

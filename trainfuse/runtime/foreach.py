@@ -24,7 +24,7 @@ from trainfuse.runtime.foreach_launch import ForeachLauncher
 from trainfuse.runtime.gate import Gate
 
 if TYPE_CHECKING:
-    from trainfuse.capture.optimizers import Bucket, UpdateHandle, UpdateTemplate
+    from trainfuse.capture.optimizers import Bucket, StateWatch, UpdateHandle, UpdateTemplate
     from trainfuse.runtime.program import RuntimeOptions
 
 Entry = dict[str, Tensor]
@@ -46,12 +46,13 @@ class UpdateCall:
     ) -> None:
         self.name, self.node, self.handle, self._options = name, node, handle, options
         self.by_torch = options.updates_by_torch
-        self.indices: list[int] = []
+        self.indices: tuple[int, ...] = ()
         self.buckets: list[BucketCall] = []
+        self._watch: StateWatch | None = None
 
     def prepare(self, params: Sequence[Tensor]) -> list[tuple[Path, Variant]]:
         """Find the parameters' state and lower their buckets; returns what is to be compiled."""
-        self.indices = [self.handle.index_of(p) for p in params]
+        self.indices = tuple(self.handle.index_of(p) for p in params)
         if self.by_torch:
             return []
         gradients: Any = self.node.args[1]
@@ -89,12 +90,14 @@ class UpdateCall:
         for bucket in self.buckets:
             bucket.refresh(params)
 
-    def addresses(self) -> tuple[int, ...]:
-        """Addresses of the state that a captured graph would have baked in.
+    def unmoved(self) -> bool:
+        """Whether the state is still the tensors that `watch` saw, which a capture has baked in."""
+        return self.by_torch or (self._watch is not None and self._watch.holds())
 
-        Steps are one tensor a device and lr one a group: the first parameter's stand for all.
-        """
-        return tuple(a for bucket in self.buckets for a in bucket.addresses())
+    def watch(self) -> None:
+        """Remember the state's tensors; at a capture."""
+        if not self.by_torch:
+            self._watch = self.handle.watch_state()
 
     @property
     def kernel_keys(self) -> set[str]:
@@ -137,16 +140,6 @@ class BucketCall:
         handle, indices = self.call.handle, self.call.indices
         roles = [r for r in self.template.roles if r not in ("param", "grad")]
         return [handle.tensor(indices[p], role) for p in self.positions for role in roles]
-
-    def addresses(self) -> list[int]:
-        """Addresses of the state: of every parameter, but of 0-d roles only the first's."""
-        handle, indices, inputs = self.call.handle, self.call.indices, _parts(self.template)[1]
-        found = []
-        for role, node in inputs.items():
-            if role not in ("param", "grad"):
-                positions = self.positions if node.meta["val"].dim() else self.positions[:1]
-                found += [handle.tensor(indices[p], role).data_ptr() for p in positions]
-        return found
 
     # -- making the kernel --------------------------------------------------------------------
 

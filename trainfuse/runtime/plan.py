@@ -71,7 +71,6 @@ class Plan:
         self._device = _cuda_device(tg)
         self._stream: torch.cuda.Stream | None = None
         self._replay: Replay | None = None
-        self._state_addresses: tuple[int, ...] = ()
         self.stats = PlanStats()
         reason = no_graph_because or ("it is off" if cuda_graph == "off" else self._why_not())
         self.cuda_graph = GraphState(False, reason or "not captured yet")
@@ -189,16 +188,20 @@ class Plan:
 
     def _graphed(self, args: list[Any]) -> list[Any]:
         replay = self._replay
-        state = tuple(a for u in self.program.updates.values() for a in u.addresses())
-        if replay is None or replay.moved(args) or state != self._state_addresses:
+        if replay is None or replay.moved(args) or not self._state_holds():
             self._drop_replay()
             replay = self._capture(args)
             if replay is None:
                 return self.program(args)
-            self._state_addresses = state
             self._replay = replay
         self.stats.replays += 1
         return replay(args)
+
+    def _state_holds(self) -> bool:
+        for update in self.program.updates.values():
+            if not update.unmoved():
+                return False
+        return True
 
     def _capture(self, args: Sequence[Any]) -> Replay | None:
         if self.stats.captures == _MAX_CAPTURES:
@@ -207,6 +210,7 @@ class Plan:
         values = dict(zip(self.tg.graph.find_nodes(op="placeholder"), args, strict=True))
         for update in self.program.updates.values():
             update.refresh(self._params_of(update, values))
+            update.watch()
         made = self.options.boundary.attempt(lambda: self._replay_of(args), "cuda_graph")
         self.stats.captures += 1
         if isinstance(made, str):

@@ -11,7 +11,7 @@ from the same generator, through `fused_masks`.
 
 from __future__ import annotations
 
-from trainfuse.testing.compare import GradientReport, TensorError, judge, rmse
+from autodiff.compare import GradientReport, TensorError, judge, rmse
 from trainfuse.testing.functions import assert_gradients_match
 from trainfuse.testing.reference import double_precision, fused_masks
 from trainfuse.testing.steps import Step, StepTrace, Training, gradient_report, step_gradients

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from trainfuse.testing.compare import GradientReport, judge
+from autodiff.compare import GradientReport, judge
 from trainfuse.testing.reference import double_precision, fused_masks
 from trainfuse.testing.steps import clones
 from trainfuse.testing.trees import map_tensors, tensors

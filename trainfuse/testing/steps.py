@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from autodiff.compare import GradientReport, TensorError, judge, relative_errors
 from trainfuse.settings import settings
-from trainfuse.testing.compare import GradientReport, TensorError, judge, relative_errors
 from trainfuse.testing.reference import double_precision, fused_masks
 from trainfuse.testing.trees import map_tensors, tensors
 
