@@ -108,9 +108,9 @@ def _floor(dtype: torch.dtype, size: float, scale: float) -> float:
     in a tensor whose true value is zero (a bias before batch norm).
     """
     # in fp64 the reference is no better than eager: another order of summation differs from both
-    relative = {torch.float64: 32.0, torch.float32: 2.0}.get(dtype, 0.25)
+    relative = {torch.float64: 32.0, torch.float32: 1.0}.get(dtype, 0.25)
     noise = torch.finfo(torch.float64 if dtype is torch.float64 else torch.float32).eps
-    return relative * torch.finfo(dtype).eps * size + noise * scale
+    return relative * torch.finfo(dtype).eps * size + 0.25 * noise * scale
 
 
 def _meta(x: torch.Tensor | None) -> str:
