@@ -45,7 +45,10 @@ from trainfuse.runtime.fallback import Boundary
 from trainfuse.runtime.gate import Gate
 from trainfuse.runtime.plan import Plan
 from trainfuse.runtime.program import RuntimeOptions
+from trainfuse.runtime.step_gate import StepGate
 from trainfuse.settings import require_triton
+
+_log = log.get_logger("gate")
 
 
 @dataclass(frozen=True, slots=True)
@@ -291,6 +294,7 @@ class Builder:
             self._runtime_options(facts),
             cuda_graph=self.settings.cuda_graph,
             no_graph_because=None if captured.kind == "whole_step" else "regions run ungraphed",
+            step_gate=self._step_gate(captured, facts),
         )
         record.compile_s = time.perf_counter() - began
         if self._stop_at_plan:
@@ -314,6 +318,18 @@ class Builder:
             return results
 
         return program
+
+    def _step_gate(self, captured: Captured, facts: Facts) -> StepGate | None:
+        settings = self.settings
+        if settings.verify in ("off", "kernels"):
+            return None
+        if not captured.updates:
+            _log.info("verify=%r: no update to watch, kernels alone are checked", settings.verify)
+            return None
+        # the masks of the plan, and no other pass: those are what is compared
+        graph = _dropout(State(captured.graph, facts)).graph
+        strict = settings.strict or not settings.fallback
+        return StepGate(graph, self._boundary, strict=strict)
 
     def _runtime_options(self, facts: Facts) -> RuntimeOptions:
         # with Inductor on a GPU the update is still ours: on the host it would forbid a CUDA graph

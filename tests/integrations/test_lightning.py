@@ -13,7 +13,7 @@ import torch
 from lightning_helpers import BATCHES, Net, Recorder, fit, fresh, fusion, loaders, pl, trainer_with
 from torch.utils.data import DataLoader
 
-from trainfuse.testing.compare import GradientReport, judge
+from autodiff.compare import GradientReport, judge
 from trainfuse.testing.steps import clones
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")

@@ -16,7 +16,7 @@ from trainfuse.errors import FusionError
 from trainfuse.log import get_logger
 
 T = TypeVar("T")
-Stage = Literal["lowering", "compile", "launch", "gate", "cuda_graph", "inductor"]
+Stage = Literal["lowering", "compile", "launch", "gate", "cuda_graph", "inductor", "step"]
 _log = get_logger("fallback")
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -49,6 +49,7 @@ class UpdateCall:
         self.indices: tuple[int, ...] = ()
         self.buckets: list[BucketCall] = []
         self._watch: StateWatch | None = None
+        self.check: Callable[[Sequence[Tensor]], None] | None = None
 
     def prepare(self, params: Sequence[Tensor]) -> list[tuple[Path, Variant]]:
         """Find the parameters' state and lower their buckets; returns what is to be compiled."""
@@ -66,7 +67,9 @@ class UpdateCall:
         return [w for bucket in self.buckets for w in bucket.wanted]
 
     def __call__(self, params: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
-        """Update parameters and state in place."""
+        """Update parameters and state in place. `check` sees the gradients first."""
+        if self.check is not None:
+            self.check(grads)
         if self.by_torch:
             self.handle.run_eager(self.indices, grads)
             return

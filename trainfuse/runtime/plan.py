@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -18,6 +18,7 @@ from trainfuse.runtime.cuda_graph import GraphState, Replay, is_static, uploaded
 from trainfuse.runtime.foreach import UpdateCall
 from trainfuse.runtime.program import Program, RuntimeOptions, build_program
 from trainfuse.runtime.snapshot import restored_on_failure
+from trainfuse.runtime.step_gate import StepGate, StepMismatch
 
 if TYPE_CHECKING:
     from trainfuse.capture.optimizers import UpdateHandle
@@ -44,6 +45,7 @@ class Plan:
     Call 1 runs the program with every new kernel gated; should it not finish, the training state
     is what it was. Call 2 captures a CUDA graph where that is allowed, later calls replay it.
     Kernels that failed are replaced by ATen in the text. `cuda_graph` says what happened and why.
+    step_gate: compares gradients at every first call; wrong ones make the plan run as ATen.
     Raises CudaGraphUnavailable when one is required and can't be had, FusionError when a kernel
     fails and fallback is off.
     """
@@ -58,8 +60,9 @@ class Plan:
         *,
         cuda_graph: CudaGraphMode = "auto",
         no_graph_because: str | None = None,
+        step_gate: StepGate | None = None,
     ) -> None:
-        self.tg, self.options = tg, options
+        self.tg, self.options, self._step_gate = tg, options, step_gate
         self._plan, self._kernels, self._handles = plan, kernels, handles
         self._mode = cuda_graph
         self._static = is_static(tg)
@@ -101,7 +104,7 @@ class Plan:
         with self._on_device():
             first = self.stats.calls == 0
             if first:
-                outputs = self._first(args)
+                outputs = self._first(args) if self._step_gate is None else self._compared(args)
             elif self._wanted:
                 outputs = self._graphed(args)
             else:
@@ -153,6 +156,21 @@ class Plan:
             for name, update in self.program.updates.items():
                 update.adopt(updates[name])
         return outputs
+
+    def _compared(self, args: Sequence[Any]) -> list[Any]:
+        """The first step with its gradients compared; if they are wrong, as captured by ATen."""
+        gate = self._step_gate
+        assert gate is not None
+        try:
+            with gate.watching(list(self.program.updates.values()), args):
+                return self._first(args)
+        except StepMismatch as wrong:
+            self.options.boundary.record(f"step-{id(self)}", wrong.failure)
+        self.tg, self._plan, self._kernels, self._step_gate = gate.tg, None, {}, None
+        self.options = replace(self.options, backend="eager")
+        self._no_graph("the step's gradients were wrong: it runs as ATen")
+        self.program = self._build()
+        return self._first(args)
 
     def _prepare(self, args: Sequence[Any]) -> list[Tensor]:
         """Bind each update to its parameters, compile its kernels; returns all of them."""
