@@ -9,10 +9,12 @@ from trainfuse.codegen.schedules.common import describe, live_tiles, long, neede
 from trainfuse.codegen.targets import CodegenOptions, Target
 from trainfuse.codegen.tile import Segment, TileAxis, divide_up, power_of_two
 
-COLUMNS = 128
+COLUMNS = 64
 ROWS = 32
-WARPS = 4
+WARPS = 8
 PROGRAMS_PER_SM = 4
+STEPS = 4
+"""Row steps that a program takes at least: fewer leave the tail more to add than they save."""
 # Columns of a tile when neighbours in memory are neighbours of a column: whole sectors of it.
 FEW_COLUMNS = 4
 TILE_REGISTERS = 160
@@ -26,7 +28,7 @@ def build(group: Group, target: Target, options: CodegenOptions) -> Module:
     rows, block = tile_shape(group, target)
     tiles = divide_up(width, block)
     wanted = max(1, PROGRAMS_PER_SM * target.num_sms // tiles)
-    slabs = min(wanted, divide_up(total, rows), accumulate.MAX_PROGRAMS)
+    slabs = min(wanted, divide_up(total, STEPS * rows), accumulate.MAX_PROGRAMS)
     row_mask = "row_mask" if total % rows else ""
     col_mask = "col_mask" if width % block else ""
     tile = [

@@ -35,6 +35,9 @@ MAX_WARPS = 16
 CHUNK_WARPS = 8
 ROW = frozenset({"row"})
 ROW_AND_COL = frozenset({"row", "col"})
+# Elements of a program of short rows. One warp, while its registers hold them: a reduction within
+# a warp needs no barrier, and programs are many enough to fill the machine.
+ROW_ELEMENTS = 1024
 # Registers a thread that live tiles may take, of 255; the rest is addresses and partial results.
 TILE_REGISTERS = 128
 
@@ -68,10 +71,10 @@ def rows_and_warps(group: Group, target: Target, held: int, live: int) -> tuple[
     total = group.domain.extent(group.domain.rows)
     if target.interpreted:
         return min(power_of_two(total), floor_power(max(1, (1 << 15) // held))), 4
-    rows = min(floor_power(max(1, 2048 // held)), power_of_two(total))
+    rows = min(floor_power(max(1, ROW_ELEMENTS // held)), power_of_two(total))
     while rows > 1 and divide_up(total, rows) < 2 * target.num_sms:
         rows //= 2
-    warps = 4 if rows * held >= 1024 else 2 if rows * held >= 512 else 1
+    warps = 1
     while warps < MAX_WARPS and rows * held * live / (32 * warps) > TILE_REGISTERS:
         warps *= 2
     return rows, warps

@@ -16,9 +16,9 @@ from trainfuse.codegen.targets import CodegenOptions, Target
 from trainfuse.codegen.tile import Segment, TileAxis, divide_up, floor_power, power_of_two
 from trainfuse.codegen.triton_ops import Unsupported
 
-PROGRAMS_PER_SM = 4
-ELEMENTS_A_STEP = 1024
-WARPS = 4
+WARPS_PER_SM = 16
+ELEMENTS_A_STEP = 512
+WARPS = 2
 TILE_REGISTERS = 160
 
 
@@ -36,7 +36,7 @@ def build(group: Group, target: Target, options: CodegenOptions) -> Module:
         raise Unsupported(group.nodes[-1], "its columns are too many to accumulate in registers")
     budget = 8192 if target.interpreted else ELEMENTS_A_STEP
     rows = min(floor_power(max(1, budget // held)), power_of_two(total))
-    programs = min(PROGRAMS_PER_SM * target.num_sms, divide_up(total, rows))
+    programs = min(WARPS_PER_SM // warps * target.num_sms, divide_up(total, rows))
     row_mask = "row_mask" if total % rows else ""
     tile = [
         TileAxis(
