@@ -21,8 +21,12 @@ from trainfuse.runtime.foreach import UpdateCall
 
 BACKENDS = ("triton", "eager")
 
-# Dynamo looks at `.grad` of what it meets between two graphs, and torch warns of that
-pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
+# Dynamo looks at `.grad` of what it meets between two graphs, and torch warns of that; torch 2.11
+# also warns of its own use of torch.jit
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor"),
+    pytest.mark.filterwarnings("ignore:`torch.jit"),
+]
 
 
 class Twin:
