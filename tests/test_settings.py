@@ -57,7 +57,6 @@ OTHER: dict[str, tuple[Any, str]] = {
     "fuse_first": (0, "0"),
     "fallback": (False, "0"),
     "fma": (False, "0"),
-    "guards": (False, "0"),
     "rng": ("eager", "eager"),
     "memory_budget": (0.5, "0.5"),
     "max_plans": (2, "2"),
@@ -86,7 +85,6 @@ BAD: dict[str, Any] = {
     "fuse_first": -1,
     "fallback": "",
     "fma": 1,
-    "guards": "x",
     "rng": "philox",
     "memory_budget": 1.5,
     "max_plans": 0,
@@ -226,7 +224,7 @@ def test_enable_is_below_code(environment: Any) -> None:
 @pytest.mark.parametrize(
     ("variables", "error", "words"),
     [
-        ({"DISABLE": "fallbak"}, UnknownToken, ["TRAINFUSE_DISABLE", "'fallback'", "guards"]),
+        ({"DISABLE": "fallbak"}, UnknownToken, ["TRAINFUSE_DISABLE", "'fallback'", "horizontal"]),
         ({"ENABLE": "op(aten.add)"}, UnknownToken, ["TRAINFUSE_ENABLE", "'op'"]),
         ({"DISABLE": "fma(1)"}, BadOption, ["fma(1)"]),
         ({"DISABLE": "op"}, BadOption, ["op(aten.add)"]),
@@ -324,9 +322,9 @@ def test_strict_fusion_is_scoped() -> None:
 def test_costly_settings_warn_once(monkeypatch: pytest.MonkeyPatch) -> None:
     module = sys.modules["trainfuse.settings"]
     monkeypatch.setattr(module, "_warned", set())
-    with pytest.warns(TrainfuseWarning, match="guards=False"), settings.patch(guards=False):
+    with pytest.warns(TrainfuseWarning, match="fma=False"), settings.patch(fma=False):
         pass
-    with warnings.catch_warnings(), settings.patch(guards=False):
+    with warnings.catch_warnings(), settings.patch(fma=False):
         warnings.simplefilter("error")
 
 
@@ -346,7 +344,7 @@ def test_print_shows_source_and_cost(environment: Any) -> None:
     [
         ("_jit_set_nvfuser_single_node_mode", "single_node"),
         ("_jit_set_nvfuser_horizontal_mode", "horizontal"),
-        ("_jit_set_nvfuser_guard_mode", "guards"),
+        ("_jit_set_nvfuser_guard_mode", "always guarded"),
         ("_jit_set_nvfuser_skip_node_kind", "skip_op"),
         ("_jit_set_nvfuser_enabled", "set_enabled"),
         ("_debug_set_autodiff_subgraph_inlining", "autodiff_inlining"),

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 import trainfuse
 from trainfuse.errors import CaptureError
+from trainfuse.runtime.cache import Variant
 
 Step = Callable[[Tensor], Tensor]
 
@@ -203,3 +204,22 @@ def test_refusals_are_logged_with_their_line(capsys: pytest.CaptureFixture[str])
     with trainfuse.settings.patch(log=">grouping"):
         explained(x, step, skip_ops="aten.mul")
     assert "aten.mul" in capsys.readouterr().err
+
+
+def test_fma_reaches_every_variant(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interpreter never fuses: what the compiler is asked for is looked at instead."""
+    asked: list[tuple[str, bool]] = []
+
+    def noted(name: str, *rest: Any) -> Variant:
+        variant = Variant(name, *rest)
+        asked.append((name, variant.fma))
+        return variant
+
+    monkeypatch.setattr("trainfuse.runtime.launch.Variant", noted)
+    for fma in (True, False):
+        asked.clear()
+        _, step, x = make_step()
+        trainfuse.compile(step, backend="triton", fma=fma)(x)
+        assert len(asked) > 2
+        assert "update" in dict(asked)
+        assert {on for _, on in asked} == {fma}

@@ -341,6 +341,7 @@ class Builder:
             cache=shared_cache(self.settings.cache_dir, os.cpu_count() or 1) if ours else None,
             gate=GATE if ours and self.settings.verify != "off" else None,
             boundary=self._boundary,
+            fma=self.settings.fma,
         )
 
     def _dump(self, record: PlanRecord) -> None:

@@ -35,7 +35,7 @@ _DEFAULTS = Settings()
 _SUCCESSORS = {
     "_jit_set_nvfuser_single_node_mode": "trainfuse.settings.single_node",
     "_jit_set_nvfuser_horizontal_mode": "trainfuse.settings.horizontal",
-    "_jit_set_nvfuser_guard_mode": "trainfuse.settings.guards",
+    "_jit_set_nvfuser_guard_mode": "nothing in its place: plans are always guarded",
     "_jit_set_nvfuser_skip_node_kind": "trainfuse.skip_op",
     "_jit_set_nvfuser_enabled": "trainfuse.set_enabled",
     "_debug_set_autodiff_subgraph_inlining": "trainfuse.settings.autodiff_inlining",

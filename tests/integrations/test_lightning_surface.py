@@ -44,16 +44,12 @@ def test_arguments_are_json_and_typed() -> None:
         {"verify": "sometimes"},
         {"options": {"max_plan": 3}},
         {"compare_steps": -1},
-        {"options": {"guards": False}},
+        {"options": {"guards": False}},  # a name that is no option
     ],
 )
 def test_bad_arguments_raise_at_once(arguments: dict[str, Any]) -> None:
     with pytest.raises(OptionError):
         FusionCallback(**arguments)
-
-
-def test_guards_may_be_off_only_when_said_twice() -> None:
-    assert FusionCallback(options={"guards": False}, unsafe=True).arguments["unsafe"]
 
 
 def test_state_is_small_plain_and_under_its_own_key() -> None:

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import triton
 
 from trainfuse.runtime.cache import KernelCache, KernelCompileError, Variant, why_unsafe
 from trainfuse.runtime.workers import WorkerPool
@@ -137,6 +138,7 @@ def job(folder: Path, source: str) -> dict[str, object]:
         "aligned": True,
         "num_warps": 4,
         "num_stages": 2,
+        "fma": True,
         "arch": 90,
     }
 
@@ -179,3 +181,33 @@ def test_a_loaded_kernel_knows_how_to_launch_and_is_shared(pool_folder: Path) ->
     assert kernel.kernel == (folder / f"{ALIGNED.stem}.cubin").read_bytes()
     assert cache.load(folder, ALIGNED, ARCH, device=0) is kernel
     assert cache.load(folder, ALIGNED, ARCH, device=1) is not kernel
+
+
+MULTIPLY_ADD = """
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def scale(x_ptr, y_ptr, z_ptr, out_ptr):
+    i = tl.program_id(0) * 1024 + tl.arange(0, 1024)
+    product = tl.load(x_ptr + i) * tl.load(y_ptr + i)
+    tl.store(out_ptr + i, product + tl.load(z_ptr + i))
+"""
+
+
+def test_without_fma_products_and_sums_round_separately(tmp_path: Path) -> None:
+    tmp_path.chmod(0o700)
+    types = ("*fp32",) * 4
+    fused, apart = (Variant("scale", types, True, 4, 2, fma) for fma in (True, False))
+    folder = compiled(KernelCache(tmp_path), fused, apart, source=MULTIPLY_ADD)
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    found = []
+    for variant in (fused, apart):
+        path = folder / f"{variant.stem}.cubin"
+        done = subprocess.run([tool, "-sass", path], capture_output=True, text=True, check=True)
+        found.append({name: f" {name} " in done.stdout for name in ("FFMA", "FMUL", "FADD")})
+    assert found == [
+        {"FFMA": True, "FMUL": False, "FADD": False},
+        {"FFMA": False, "FMUL": True, "FADD": True},
+    ]

@@ -35,7 +35,7 @@ class FusionCallback(*callback_bases()):  # type: ignore[misc]  # the bases depe
     compare_steps: plain steps timed at the start of a fit, against which the summary gives the
     speed; 0 compiles at the first batch. metrics: log `trainfuse/...` every `log_every_n_steps`.
     strict: raise CaptureError where a plain or split step would be used instead; so does
-    mode="reduce-overhead". unsafe: allow options={"guards": False}.
+    mode="reduce-overhead".
     All arguments are JSON values, so that a YAML config can hold them. What the Trainer asks for
     beyond automatic optimization on one device in 32-true or bf16-mixed runs as plain Lightning,
     and one line says why. Raises OptionError for unknown options.
@@ -53,13 +53,10 @@ class FusionCallback(*callback_bases()):  # type: ignore[misc]  # the bases depe
         compare_steps: int = 3,
         metrics: bool = False,
         strict: bool = False,
-        unsafe: bool = False,
     ) -> None:
         super().__init__()
         if compare_steps < 0:
             raise BadOption(name="compare_steps", value=compare_steps, expected="0 or more")
-        if options and options.get("guards") is False and not unsafe:
-            raise BadOption(name="guards", value=False, expected="unsafe=True beside it")
         self.arguments: dict[str, Any] = {
             "mode": mode,
             "verify": verify,
@@ -71,7 +68,6 @@ class FusionCallback(*callback_bases()):  # type: ignore[misc]  # the bases depe
             "compare_steps": compare_steps,
             "metrics": metrics,
             "strict": strict,
-            "unsafe": unsafe,
         }
         json.dumps(self.arguments)
         self._compile_options = {

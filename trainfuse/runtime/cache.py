@@ -37,6 +37,7 @@ class Variant:
     """One compilation of one function: what its machine code depends on beside the text.
 
     types: Triton types of the parameters ("*fp32", ...). aligned: pointers are multiples of 16.
+    fma: a product and the sum that reads it may round once.
     """
 
     function: str
@@ -44,11 +45,12 @@ class Variant:
     aligned: bool
     num_warps: int
     num_stages: int
+    fma: bool = True
 
     @property
     def stem(self) -> str:
         """File name without suffix."""
-        text = f"{self.types} {self.aligned} {self.num_warps} {self.num_stages}"
+        text = f"{self.types} {self.aligned} {self.num_warps} {self.num_stages} {self.fma}"
         return f"{self.function}-{hashlib.sha256(text.encode()).hexdigest()[:16]}"
 
 
@@ -197,6 +199,7 @@ def _job(folder: Path, variant: Variant, arch: str) -> dict[str, Any]:
         "aligned": variant.aligned,
         "num_warps": variant.num_warps,
         "num_stages": variant.num_stages,
+        "fma": variant.fma,
         "arch": int(arch.removeprefix("sm_")),
     }
 

@@ -32,7 +32,7 @@ def compile_kernel(job: dict[str, Any]) -> None:
     """Compile one function and leave `STEM.cubin` and `STEM.json` in the job's folder.
 
     job: source, folder, stem, function, types (one a parameter), aligned, num_warps, num_stages,
-    arch (90 for sm_90). Files appear by renaming, metadata last: a reader never sees half a kernel.
+    fma, arch (90 for sm_90). Files appear by renaming, metadata last: a reader never sees half a kernel.
     """
     import triton
     from triton.backends.compiler import GPUTarget
@@ -45,7 +45,11 @@ def compile_kernel(job: dict[str, Any]) -> None:
     compiled = triton.compile(
         ASTSource(function, signature, {}, attrs),
         target=GPUTarget("cuda", job["arch"], 32),
-        options={"num_warps": job["num_warps"], "num_stages": job["num_stages"]},
+        options={
+            "num_warps": job["num_warps"],
+            "num_stages": job["num_stages"],
+            "enable_fp_fusion": job["fma"],
+        },
     )
     metadata = next(Path(p) for name, p in compiled.metadata_group.items() if name[-5:] == ".json")
     folder = Path(job["folder"])

@@ -180,9 +180,10 @@ class BucketCall:
         )
 
     def _launcher_for(self, kernel: ForeachKernel, entries: Sequence[Entry]) -> ForeachLauncher:
-        assert self._options is not None
-        assert self._options.cache is not None
-        return ForeachLauncher(kernel, entries, self._options.cache, self._options.arch)
+        options = self._options
+        assert options is not None
+        assert options.cache is not None
+        return ForeachLauncher(kernel, entries, options.cache, options.arch, fma=options.fma)
 
     @property
     def kernel(self) -> ForeachKernel | None:

@@ -25,7 +25,13 @@ class ForeachLauncher:
     """
 
     def __init__(
-        self, kernel: ForeachKernel, entries: Sequence[Entry], cache: KernelCache, arch: str
+        self,
+        kernel: ForeachKernel,
+        entries: Sequence[Entry],
+        cache: KernelCache,
+        arch: str,
+        *,
+        fma: bool = True,
     ) -> None:
         self.kernel = kernel
         self._device = entries[0]["param"].device
@@ -45,7 +51,7 @@ class ForeachLauncher:
             launches.append(("advance", ["*i64", *shared], len(entries)))
         self._functions = [
             BoundFunction(
-                cache, folder, arch, name, types, (grid, 1, 1), kernel.num_warps, _NUM_STAGES
+                cache, folder, arch, name, types, (grid, 1, 1), kernel.num_warps, _NUM_STAGES, fma
             )
             for name, types, grid in launches
         ]

@@ -68,10 +68,11 @@ class BoundFunction:
         grid: tuple[int, int, int],
         num_warps: int,
         num_stages: int,
+        fma: bool,
     ) -> None:
         self._cache, self._folder, self._arch, self._grid = cache, folder, arch, grid
         self._aligned, self._unaligned = (
-            _Bound(Variant(function, tuple(types), aligned, num_warps, num_stages))
+            _Bound(Variant(function, tuple(types), aligned, num_warps, num_stages, fma))
             for aligned in (True, False)
         )
         self._interpreted = None
@@ -114,7 +115,13 @@ class GroupLauncher:
     __slots__ = ("_device", "_launches", "_num_inputs", "_workspaces")
 
     def __init__(
-        self, group: FusionGroup, kernel: GroupKernel, cache: KernelCache, arch: str
+        self,
+        group: FusionGroup,
+        kernel: GroupKernel,
+        cache: KernelCache,
+        arch: str,
+        *,
+        fma: bool = True,
     ) -> None:
         values = [n.meta["val"] for n in (*group.inputs, *group.outputs)]
         dtypes = [v.dtype for v in values] + [dtype for _, dtype in kernel.workspaces]
@@ -134,6 +141,7 @@ class GroupLauncher:
                 launch.grid,
                 launch.num_warps,
                 launch.num_stages,
+                fma,
             )
             self._launches.append((function, order))
 

@@ -48,7 +48,8 @@ class RuntimeOptions:
 
     arch: "sm_90" and the like, or "interpreter". cache: where kernels live; without one there are
     none, and optimizers take torch's own step. gate: None trusts
-    every kernel. boundary: what failed so far. repro_folder: None for a temporary one.
+    every kernel. boundary: what failed so far. repro_folder: None for a temporary one. fma: whether
+    kernels may round a product and a sum together.
     """
 
     backend: Backend
@@ -57,6 +58,7 @@ class RuntimeOptions:
     gate: Gate | None = None
     boundary: Boundary = field(default_factory=Boundary)
     repro_folder: Path | None = None
+    fma: bool = True
 
     @property
     def updates_by_torch(self) -> bool:
@@ -183,6 +185,7 @@ class _Builder:
         """Launchers of the groups whose kernels compile; everything is compiled side by side."""
         cache, boundary, arch = self.options.cache, self.options.boundary, self.options.arch
         assert cache is not None, "the triton backend needs a kernel cache"
+        fma = self.options.fma
         launchers: dict[str, GroupLauncher] = {}
         groups = {i.name: i for i in plan.order if not isinstance(i, fx.Node)}
         for name, group in groups.items():
@@ -190,7 +193,7 @@ class _Builder:
             if kernel is None or kernel.key in boundary.failures:
                 continue
             made = boundary.attempt(
-                lambda g=group, k=kernel: GroupLauncher(g, k, cache, arch), "compile"
+                lambda g=group, k=kernel: GroupLauncher(g, k, cache, arch, fma=fma), "compile"
             )
             if isinstance(made, str):
                 self._refused(group, made)
