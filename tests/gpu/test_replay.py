@@ -94,8 +94,8 @@ def test_inputs_from_the_host_are_moved_before_the_replay(pinned: bool) -> None:
         return x.double() + y
 
     def host() -> Tensor:
-        value = torch.randn(64, 3).expand(2, 64, 3)
-        return value.pin_memory() if pinned else value
+        value = torch.randn(64, 3)
+        return (value.pin_memory() if pinned else value).expand(2, 64, 3)
 
     tg = trace(step, [host(), rand(3)])
     plan = Plan(tg, None, {}, {}, RuntimeOptions("eager"), cuda_graph="require")

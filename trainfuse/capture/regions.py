@@ -89,6 +89,7 @@ class Regions:
             recompile_limit=max_plans,
             accumulated_recompile_limit=1 << 20,
             skip_nnmodule_hook_guards=False,
+            allow_rnn=True,
         )
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -114,12 +115,17 @@ def _tensors(value: Any) -> Iterable[Tensor]:
 
 
 _pools: dict[int, Any] = {}
+_users: dict[int, weakref.WeakSet[Replay]] = {}
 
 
 def _pool(device: int) -> Any:
-    """The device's memory pool, shared by all plans: they replay one after the other."""
-    if device not in _pools:
+    """The device's memory pool, shared by all plans: they replay one after the other.
+
+    torch frees a pool with its last graph, after which its handle must not be used again.
+    """
+    if device not in _pools or not _users.get(device):
         _pools[device] = torch.cuda.graph_pool_handle()
+        _users[device] = weakref.WeakSet()
     return _pools[device]
 
 
@@ -206,6 +212,8 @@ class Replay:
             ):
                 self._outputs = program(list(inputs))
         self._epoch = _epoch[0]
+        self._device = stream.device.index
+        _users[self._device].add(self)
 
     def moved(self, args: Sequence[Tensor]) -> bool:
         """Whether what was captured is out of date: an input or the generator is another one."""
@@ -226,6 +234,7 @@ class Replay:
     def close(self) -> None:
         """Give the graph's memory back to the pool."""
         self._outputs = []
+        _users[self._device].discard(self)
         self._graph.reset()
 
     def _addresses(self, args: Sequence[Tensor]) -> tuple[int, ...]:
