@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
-from trainfuse.api import CompiledStep, compile, explain, restore  # noqa: A004 -- torch's own name
+from trainfuse.api import (
+    CompiledStep,
+    bisect,
+    compile,  # noqa: A004 -- torch's own name
+    doctor,
+    explain,
+    restore,
+)
 from trainfuse.debug.explain import Explanation
 from trainfuse.errors import (
     CaptureError,
@@ -11,7 +18,10 @@ from trainfuse.errors import (
     OptionError,
     TrainfuseError,
 )
+from trainfuse.integrations.torch_compile import register
 from trainfuse.settings import fuser, set_enabled, settings, skip_op, strict_fusion
+
+register()
 
 __all__ = [
     "CaptureError",
@@ -21,7 +31,9 @@ __all__ = [
     "GradientMismatch",
     "OptionError",
     "TrainfuseError",
+    "bisect",
     "compile",
+    "doctor",
     "explain",
     "fuser",
     "restore",

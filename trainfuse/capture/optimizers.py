@@ -275,8 +275,8 @@ class UpdateHandle:
         self._templates: dict[object, UpdateTemplate] = {}
         self.zeroed = False
         self.refusal = self._refuse(optimizer)
-        optimizer.register_load_state_dict_post_hook(self._mark_stale)
-        optimizer.register_step_post_hook(self._mark_stale)
+        optimizer.register_load_state_dict_post_hook(self.mark_stale)
+        optimizer.register_step_post_hook(self.mark_stale)
 
     def _refuse(self, optimizer: torch.optim.Optimizer) -> Refusal | None:
         name = type(optimizer).__name__
@@ -290,7 +290,8 @@ class UpdateHandle:
         assert optimizer is not None, "the optimizer of a live plan was collected"
         return optimizer
 
-    def _mark_stale(self, *_: object) -> None:
+    def mark_stale(self, *_: object) -> None:
+        """Something else may have changed the step counters: read them again before the next step."""
         self._steps_stale = True
 
     def index_of(self, param: Tensor) -> int:
@@ -463,7 +464,7 @@ def admit_optimizer(optimizer: torch.optim.Optimizer) -> Refusal | UpdateHandle:
     if type(optimizer) not in ROWS:
         known = ", ".join(sorted(t.__name__ for t in ROWS))
         return Refusal("capture", f"optimizer {name} has no traced update (known: {known})", name)
-    if compat.has_step_hooks(optimizer, ours=UpdateHandle._mark_stale):
+    if compat.has_step_hooks(optimizer, ours=UpdateHandle.mark_stale):
         return Refusal("capture", f"{name} has step hooks, which a whole step would skip", name)
     handle = handle_for(optimizer)
     return handle.refusal or handle

@@ -6,6 +6,7 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import fx
 
 from trainfuse.capture.regions import region_backend
@@ -23,7 +24,8 @@ def backend(
 ) -> Callable[..., Any]:
     """Compile one of Dynamo's graphs, forward and backward, under the options of the call.
 
-    torch finds it by the entry point group `torch_dynamo_backends`. mode, options: as given to
+    torch finds it by the entry point group `torch_dynamo_backends`, or once trainfuse is imported
+    (a source tree on the path has no entry points). mode, options: as given to
     torch.compile, which forbids giving both. Raises OptionError; Dynamo wraps it.
     """
     settings = resolve(mode=mode or MODE, options=dict(options or {})).settings()
@@ -31,3 +33,9 @@ def backend(
         return gm.forward
     passes = functools.partial(joint_passes, settings)
     return region_backend(Builder(settings), passes)(gm, example_inputs)
+
+
+def register() -> None:
+    """Make the backend known to torch under its name, unless its entry point already has."""
+    if "trainfuse" not in torch.compiler.list_backends(exclude_tags=()):
+        torch._dynamo.register_backend(backend, "trainfuse")

@@ -17,7 +17,7 @@ from trainfuse.log import get_logger
 from trainfuse.runtime.cuda_graph import GraphState, Replay, is_static, uploaded, why_not
 from trainfuse.runtime.foreach import UpdateCall
 from trainfuse.runtime.program import Program, RuntimeOptions, build_program
-from trainfuse.runtime.snapshot import restored_on_failure
+from trainfuse.runtime.snapshot import entries_restored_on_failure, restored_on_failure
 from trainfuse.runtime.step_gate import StepGate, StepMismatch
 
 if TYPE_CHECKING:
@@ -144,12 +144,13 @@ class Plan:
 
     def _first(self, args: Sequence[Any]) -> list[Any]:
         """The first step: kernels are compiled and gated, and a failure changes nothing."""
-        params = self._prepare(args)
-        written = [args[i] for i in self._mutated] + params
-        for update in self.program.updates.values():
-            written += update.state()
-        with restored_on_failure(written, params):
-            outputs = self._run_aside(args) if self._wanted else self.program(list(args))
+        with entries_restored_on_failure(self._handles.values()):
+            params = self._prepare(args)
+            written = [args[i] for i in self._mutated] + params
+            for update in self.program.updates.values():
+                written += update.state()
+            with restored_on_failure(written, params):
+                outputs = self._run_aside(args) if self._wanted else self.program(list(args))
         if self.program.failed:
             updates = self.program.updates
             self.program = self._build()

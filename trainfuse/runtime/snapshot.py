@@ -5,8 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from trainfuse.capture.optimizers import UpdateHandle
 
 
 @contextmanager
@@ -37,6 +42,30 @@ def restored_on_failure(tensors: Iterable[Tensor], params: Iterable[Tensor] = ()
             torch.set_rng_state(cpu_state)
             for device, state in zip(devices, cuda_states, strict=True):
                 torch.cuda.set_rng_state(state, device)
+
+
+@contextmanager
+def entries_restored_on_failure(handles: Iterable[UpdateHandle]) -> Iterator[None]:
+    """Take back the optimizer state that the body created, if it does not finish.
+
+    Which entries there are, not their values: those `restored_on_failure` puts back.
+    """
+    kept = [(h, {p: dict(old) for p, old in h.optimizer.state.items()}) for h in handles]
+    finished = False
+    try:
+        yield
+        finished = True
+    finally:
+        if not finished:
+            for handle, before in kept:
+                state = handle.optimizer.state
+                for param in list(state):
+                    if param in before:
+                        state[param].clear()
+                        state[param].update(before[param])
+                    else:
+                        del state[param]
+                handle.mark_stale()
 
 
 def _copy(tensor: Tensor) -> Tensor:
