@@ -17,6 +17,8 @@ from trainfuse.capture import compat
 from trainfuse.capture.lift import CaptureRefused
 from trainfuse.capture.regions import Regions
 from trainfuse.capture.whole_step import PlanBudget, WholeStep
+from trainfuse.debug.bisect import Culprit, search
+from trainfuse.debug.doctor import Diagnosis, diagnose
 from trainfuse.debug.explain import Explanation
 from trainfuse.errors import CaptureError, NotCompilable
 from trainfuse.fields import Settings
@@ -281,3 +283,38 @@ def explain(target: Any, *args: Any, **kwargs: Any) -> Explanation:
             raise NotCompilable(kind=type(target).__name__)
         call = CompiledStep(function, resolve())
     return call.explain(*args, **kwargs)
+
+
+def doctor(target: Any, *args: Any) -> Diagnosis:
+    """What became of `target(*args)`, stage by stage, and the first stage to mend.
+
+    Compiles the target anew with every check on, runs it, and times it against itself; the
+    training state that it reaches is put back. `print()` the result.
+    """
+    plain, make = _remake(target)
+    return diagnose(make, plain, args)
+
+
+def bisect(target: Any, *args: Any, tolerance: float | None = None) -> Culprit:
+    """The first fused group that makes `target(*args)` wrong, in about log2(groups) runs.
+
+    Outputs and gradients are compared with those of the plan on ATen; the training state is put
+    back. tolerance: largest relative RMS difference that is right, None for what rounding
+    explains.
+    """
+    plain, make = _remake(target)
+    return search(make, plain, args, tolerance)
+
+
+def _remake(target: Any) -> tuple[Callable[..., Any], Callable[..., CompiledStep]]:
+    """The plain function behind a target, and what compiles it anew under further options."""
+    call = compat.compiled_call(target) if isinstance(target, nn.Module) else target
+    if isinstance(call, CompiledStep):
+        own = call._options
+        given = {**own.layer.values, "dynamic": own.dynamic, "fullgraph": own.fullgraph}
+        plain = call._target
+    else:
+        given, plain = {}, target._call_impl if isinstance(target, nn.Module) else target
+    if not callable(plain):
+        raise NotCompilable(kind=type(target).__name__)
+    return plain, lambda **options: CompiledStep(plain, resolve(**{**given, **options}))

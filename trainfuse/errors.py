@@ -137,7 +137,7 @@ class GradientMismatch(TrainfuseError):
         "{name}: error against fp64 {ours:.3g}, eager's own {eager:.3g},"
         " allowed {k} times that plus {epsilon:.3g}"
     )
-    fix = 'bisect with TRAINFUSE_FUSE_FIRST=n, or run with backend="eager"'
+    fix = 'find the group with trainfuse.bisect(step, *args), or run with backend="eager"'
 
 
 class TrainfuseWarning(UserWarning):

@@ -24,9 +24,9 @@ from trainfuse.debug.explain import (
     line_summary,
     op_summary,
 )
+from trainfuse.debug.timing import interleave
 from trainfuse.integrations import demo, gpt
 from trainfuse.integrations.cli import UsageError, app, load_target
-from trainfuse.integrations.timing import interleave
 from trainfuse.settings import settings
 
 ROOT = Path(__file__).parents[2]

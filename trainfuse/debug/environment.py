@@ -46,14 +46,14 @@ def examine() -> list[Finding]:
         _triton(),
         _gpu(),
         Finding("C++ compiler", cxx() or "none", cxx() is not None, CXX_FIX),
-        Finding("fusion", "off" if chosen == "none" else "on", chosen != "none", _OFF_FIX),
+        Finding("fusion", "off" if chosen == "none" else "on", chosen != "none", OFF_FIX),
         Finding("backend", chosen if chosen not in (None, "none") else default_backend()),
         _cache(),
     ]
     return findings
 
 
-_OFF_FIX = "see `python -m trainfuse settings` for the setting that turned it off"
+OFF_FIX = "see `python -m trainfuse settings` for the setting that turned it off"
 
 
 def _version(distribution: str) -> str | None:

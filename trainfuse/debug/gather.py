@@ -62,11 +62,7 @@ def _describe(plan: PlanRecord) -> Description:
     refused = tuple(n for g in told.groups if g.kernel is None for n in g.nodes)
     kinds = {n.name: ops.lookup(n.target).kind for n in state.graph.nodes()}
     free = _FREE | {"effect"} if plan.backend == "triton" else _FREE
-    left = tuple(
-        node
-        for node in (*told.aten_nodes, *refused)
-        if kinds[node.name] not in free
-    )
+    left = tuple(node for node in (*told.aten_nodes, *refused) if kinds[node.name] not in free)
     return Description(told.subgraphs, (*fused, *_update_rows(plan)), left)
 
 

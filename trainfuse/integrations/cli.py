@@ -71,8 +71,14 @@ def explain(
 
 
 @app.command()
-def doctor() -> None:
-    """Say what this machine offers, what trainfuse would use, and what to mend."""
+def doctor(
+    target: Annotated[str | None, typer.Argument(metavar="[FILE:FUNCTION]")] = None,
+) -> None:
+    """Say what this machine offers, or what became of FUNCTION, and what to mend."""
+    if target is not None:
+        function, inputs = load_target(target)
+        trainfuse.doctor(function, *inputs).print()
+        return
     table = Table(box=None, show_header=False)
     findings = examine()
     marks = {True: "[green]ok[/]", False: "[yellow]![/]", None: ""}

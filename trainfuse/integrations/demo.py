@@ -17,8 +17,8 @@ from torch import Tensor
 
 import trainfuse
 from trainfuse import testing
+from trainfuse.debug.timing import Timing, interleave
 from trainfuse.integrations.gpt import GPT, GPTConfig, batches, text
-from trainfuse.integrations.timing import Timing, interleave
 
 Step = Callable[[Tensor, Tensor], Tensor]
 
