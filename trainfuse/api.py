@@ -7,7 +7,7 @@ import functools
 import inspect
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, overload
+from typing import Any, TypeVar, overload
 
 from torch import nn
 
@@ -25,6 +25,7 @@ from trainfuse.fields import Settings
 from trainfuse.options import CUDA_GRAPH, MODE, VERIFY, CompileOptions, resolve
 from trainfuse.pipeline import Builder, PlanRecord, explain_plans, joint_passes
 
+Module = TypeVar("Module", bound=nn.Module)
 _log = log.get_logger("capture")
 
 
@@ -215,7 +216,7 @@ def _compile_module(module: nn.Module, options: CompileOptions) -> nn.Module:
 @overload
 def compile(target: None = None, **options: Any) -> Callable[[Any], Any]: ...
 @overload
-def compile(target: nn.Module, **options: Any) -> nn.Module: ...
+def compile(target: Module, **options: Any) -> Module: ...  # pyright: ignore[reportOverlappingOverload] -- a module is callable too, but comes back itself
 @overload
 def compile(target: Callable[..., Any], **options: Any) -> CompiledStep: ...
 

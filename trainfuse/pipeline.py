@@ -12,8 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import torch
-from torch import Tensor, fx
+from torch import fx
 
 from autodiff.creations import detach_creations
 from autodiff.derive import cleanup, decompose
@@ -30,7 +29,7 @@ from trainfuse.capture.optimizers import find_handle
 from trainfuse.codegen.ir import GroupKernel
 from trainfuse.codegen.lower import lower
 from trainfuse.codegen.support import unsupported
-from trainfuse.codegen.targets import SIMULATED, CodegenOptions, Target
+from trainfuse.codegen.targets import CodegenOptions, Target
 from trainfuse.debug import dump, gather
 from trainfuse.debug.explain import Explanation
 from trainfuse.errors import UnfusedOperator
@@ -41,12 +40,12 @@ from trainfuse.fusion.rewrites.row_statistics import recompute_from_statistics
 from trainfuse.fusion.rewrites.update_casts import fold_update_casts
 from trainfuse.fusion.rewrites.weight_casts import batch_weight_casts
 from trainfuse.runtime.cache import shared_cache
+from trainfuse.runtime.choice import choose_backend, device_of, target_of
 from trainfuse.runtime.fallback import Boundary
 from trainfuse.runtime.gate import Gate
 from trainfuse.runtime.plan import Plan
 from trainfuse.runtime.program import RuntimeOptions
 from trainfuse.runtime.step_gate import StepGate
-from trainfuse.settings import require_triton
 
 _log = log.get_logger("gate")
 
@@ -377,34 +376,6 @@ def joint_passes(settings: Settings, joint: fx.GraphModule, inputs: Any, **more:
         fast_rng=settings.rng == "fast" and settings.backend != "inductor",
         **more,
     )
-
-
-def device_of(graph: TrainingGraph) -> torch.device:
-    """The device that does the work: a GPU if any value is on one."""
-    devices = [
-        value.device
-        for node in graph.graph.nodes
-        if isinstance(value := node.meta.get("val"), Tensor)
-    ]
-    return next((d for d in devices if d.type == "cuda"), torch.device("cpu"))
-
-
-def target_of(device: torch.device) -> Target:
-    """What kernels are generated for; without a GPU, the interpreter."""
-    if device.type != "cuda":
-        return SIMULATED
-    facts = torch.cuda.get_device_properties(device)
-    return Target(f"sm_{facts.major}{facts.minor}", facts.multi_processor_count)
-
-
-def choose_backend(settings: Settings, device: torch.device) -> str:
-    """The backend asked for, or the device's default; raises BackendUnavailable."""
-    chosen = settings.chosen_backend
-    if chosen is None:
-        return "triton" if device.type == "cuda" else "inductor"
-    if chosen == "triton" and device.type != "cuda":
-        require_triton()
-    return chosen
 
 
 def refuse_unfused(state: State) -> None:

@@ -1,4 +1,4 @@
-"""Every private torch name that trainfuse touches (autodiff has its own), for torch 2.11 to 2.14."""
+"""Every private torch name that trainfuse touches (autodiff has its own): torch 2.11 to 2.14."""
 
 from __future__ import annotations
 

@@ -32,7 +32,8 @@ def compile_kernel(job: dict[str, Any]) -> None:
     """Compile one function and leave `STEM.cubin` and `STEM.json` in the job's folder.
 
     job: source, folder, stem, function, types (one a parameter), aligned, num_warps, num_stages,
-    fma, arch (90 for sm_90). Files appear by renaming, metadata last: a reader never sees half a kernel.
+    fma, arch (90 for sm_90). Files appear by renaming, metadata last: a reader never sees half a
+    kernel.
     """
     import triton
     from triton.backends.compiler import GPUTarget

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 from unittest import mock
@@ -21,7 +21,13 @@ _LOWERING = frozenset({torch.Tensor.float, torch.Tensor.half, torch.Tensor.bfloa
 class _Double(TorchFunctionMode):
     """Casts to a lower floating type, written in the user's code, become casts to fp64."""
 
-    def __torch_function__(self, func, types, args=(), kwargs=None):
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
         kwargs = dict(kwargs or {})
         if func in _LOWERING:
             return args[0].double()
