@@ -29,7 +29,7 @@ from trainfuse.errors import (
     UnknownToken,
 )
 from trainfuse.fields import MODES, SWITCHES, Settings
-from trainfuse.options import CUDA_GRAPH, VERIFY, resolve
+from trainfuse.options import resolve
 from trainfuse.settings import (
     current,
     fuser,
@@ -365,44 +365,6 @@ def test_unknown_names() -> None:
     assert not hasattr(settings, "nothing")
     assert "verify" in dir(settings)
     assert settings_module is settings
-
-
-@pytest.mark.parametrize(
-    ("keywords", "words"),
-    [
-        ({"verfy": "off"}, ["verfy", "'verify'", "memory_budget"]),
-        ({"options": {"max_plan": 1}}, ["max_plan", "'max_plans'"]),
-        ({"options": ["max_plans"]}, ["mapping"]),
-        ({"dynamic": 1}, ["dynamic", "None"]),
-        ({"fullgraph": "yes"}, ["fullgraph"]),
-        ({"mode": "max"}, ["mode", "reduce-overhead"]),
-        ({"backend": "cuda"}, ["backend", "inductor"]),
-        ({"verify": -1}, ["verify", "kernels"]),
-        ({"verify": "off", "options": {"verify": "step"}}, ["verify", "not both"]),
-        ({"fullgraph": True, "options": {"fullgraph": False}}, ["fullgraph", "not both"]),
-        ({"log": "program"}, ["log"]),
-        ({"force_backend": "eager"}, ["force_backend"]),
-    ],
-)
-def test_bad_call_options(keywords: dict[str, Any], words: list[str]) -> None:
-    with pytest.raises(OptionError) as caught:
-        resolve(**keywords)
-    assert all(word in str(caught.value) for word in words), caught.value
-
-
-def test_call_options() -> None:
-    options = resolve(dynamic=False, options={"fullgraph": True, "max_plans": 3}, rng="eager")
-    assert (options.dynamic, options.fullgraph) == (False, True)
-    held = options.settings()
-    assert (held.max_plans, held.rng) == (3, "eager")
-    assert options.layer.values == {"max_plans": 3, "rng": "eager"}
-
-
-def test_a_default_given_on_purpose_differs_from_a_default() -> None:
-    assert (VERIFY, CUDA_GRAPH) == ("kernels", "auto")
-    settings.verify = "off"
-    assert resolve(verify=VERIFY).settings().verify == "off"
-    assert resolve(verify="kernels").settings().verify == "kernels"
 
 
 def test_variables_reach_a_fresh_process() -> None:
