@@ -125,12 +125,14 @@ class CompiledStep:
         self._options = options
         self._runners: dict[tuple[Any, ...], _Runner] = {}
         self._last: tuple[Settings, _Runner] | None = None
+        self._used: _Runner | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the step on these arguments."""
         runner = self._runner()
         if runner is None:
             return self._target(*args, **kwargs)
+        self._used = runner
         return runner(args, kwargs)
 
     def _runner(self) -> _Runner | None:
@@ -170,10 +172,12 @@ class CompiledStep:
         return "\n\n".join(plan.source() for plan in plans)
 
     def _planned(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Runner:
-        """The runner with the plans to show: the one in use, or one that only planned the call."""
-        runner = self._runner()
-        if runner is not None and (runner.builder.plans or not (args or kwargs)):
-            return runner
+        """The runner with the plans to show: the one called last, or one that only plans the call.
+
+        Settings may differ between the call and the question: what ran is what is shown.
+        """
+        if self._used is not None:
+            return self._used
         runner = _Runner(self._target, self._options, self._options.settings())
         if runner.settings.chosen_backend != "none" and (args or kwargs):
             with runner.builder.plan_only() as stopped, contextlib.suppress(stopped):
@@ -205,7 +209,7 @@ class CompiledStep:
         for runner in self._runners.values():
             runner.close()
         self._runners.clear()
-        self._last = None
+        self._last = self._used = None
 
 
 def _compile_module(module: nn.Module, options: CompileOptions) -> nn.Module:

@@ -194,10 +194,7 @@ def test_a_first_call_that_fails_changes_nothing(
     torch.testing.assert_close([p.detach() for p in setup.params], before, rtol=0, atol=0)
     assert setup.params[0].grad is kept
     assert torch.equal(torch.get_rng_state(), seeds[0])
-    for p in setup.params:
-        state = setup.optimizer.state[p]
-        assert state["step"] == 0
-        assert not state["exp_avg"].any()
+    assert not setup.optimizer.state, "eager has no state before its first step either"
     monkeypatch.undo()
     setup.params[0].grad = None
     setup.step()

@@ -129,6 +129,19 @@ def _pool(device: int) -> Any:
     return _pools[device]
 
 
+_streams: dict[int, torch.cuda.Stream] = {}
+
+
+def capture_stream(device: int) -> torch.cuda.Stream:
+    """The one stream that a device's plans are warmed up and captured on.
+
+    The allocator reuses memory within a pool only among blocks of one stream.
+    """
+    if device not in _streams:
+        _streams[device] = torch.cuda.Stream(device)
+    return _streams[device]
+
+
 _epoch = [0]
 """Counts failed captures: each replaces the generator's state, so older graphs must be redone."""
 
@@ -151,6 +164,7 @@ def _undone_on_failure(device: int) -> Iterator[None]:
             torch.cuda.set_stream(stream)
             generator.graphsafe_set_state(clean)
             _pools.pop(device, None)
+            _streams.pop(device, None)
             _epoch[0] += 1
 
 

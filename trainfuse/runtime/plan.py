@@ -14,7 +14,14 @@ from autodiff import ops
 from autodiff.graph import TrainingGraph
 from trainfuse.errors import CudaGraphUnavailable
 from trainfuse.log import get_logger
-from trainfuse.runtime.cuda_graph import GraphState, Replay, is_static, uploaded, why_not
+from trainfuse.runtime.cuda_graph import (
+    GraphState,
+    Replay,
+    capture_stream,
+    is_static,
+    uploaded,
+    why_not,
+)
 from trainfuse.runtime.foreach import UpdateCall
 from trainfuse.runtime.program import Program, RuntimeOptions, build_program
 from trainfuse.runtime.snapshot import entries_restored_on_failure, restored_on_failure
@@ -72,7 +79,6 @@ class Plan:
         placeholders = tg.graph.find_nodes(op="placeholder")
         self._uploads = {i: uploads[n] for i, n in enumerate(placeholders) if n in uploads}
         self._device = _cuda_device(tg)
-        self._stream: torch.cuda.Stream | None = None
         self._replay: Replay | None = None
         self.stats = PlanStats()
         reason = no_graph_because or ("it is off" if cuda_graph == "off" else self._why_not())
@@ -191,13 +197,12 @@ class Plan:
 
     def _run_aside(self, args: Sequence[Any]) -> list[Any]:
         """Run on the stream that will capture, so that libraries set up their workspaces there."""
-        if self._stream is None:
-            self._stream = torch.cuda.Stream(self._device)
-        current = torch.cuda.current_stream()
-        self._stream.wait_stream(current)
-        with torch.cuda.stream(self._stream):
+        assert self._device is not None, "only a graph of GPU work is captured"
+        stream, current = capture_stream(self._device), torch.cuda.current_stream()
+        stream.wait_stream(current)
+        with torch.cuda.stream(stream):
             outputs = self.program(list(args))
-        current.wait_stream(self._stream)
+        current.wait_stream(stream)
         for output in outputs:
             if isinstance(output, Tensor):
                 output.record_stream(current)
@@ -240,10 +245,11 @@ class Plan:
         return made
 
     def _replay_of(self, args: Sequence[Any]) -> Replay:
-        assert self._stream is not None, "the first call made it"
+        assert self._device is not None, "only a graph of GPU work is captured"
         for call in self.program.groups.values():
             call.launcher.load()
-        return Replay(self.program, args, self._static, self._mutated, self._uploads, self._stream)
+        stream = capture_stream(self._device)
+        return Replay(self.program, args, self._static, self._mutated, self._uploads, stream)
 
     def _no_graph(self, reason: str) -> None:
         self._wanted = False
