@@ -23,6 +23,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from trainfuse.log import INTERNALS, get_logger, say_once
 from trainfuse.runtime.compile_worker import write_atomically
 from trainfuse.runtime.workers import shared_pool
@@ -102,6 +104,7 @@ class KernelCache:
         self._loaded: dict[tuple[str, str, int], Any] = {}
         self._seen: set[tuple[Path, Variant]] = set()
         self._failed: dict[tuple[Path, Variant], str] = {}
+        self._launchers: set[int] = set()
         self._lock = threading.Lock()
         self.on_disk = self.folder is not None
         if self.folder is not None and (reason := why_unsafe(self.folder)) is not None:
@@ -142,7 +145,10 @@ class KernelCache:
         self.stats.disk_hits += len(unseen) - len(todo)
         if todo:
             jobs = [_job(folder, variant, arch) for folder, variant in todo]
+            jobs += self._launcher_jobs(variant for _, variant in todo)
             errors, seconds = shared_pool(self.workers).run(jobs, self.timeout_s)
+            # a launcher that was not built ahead is built at its first launch, errors and all
+            errors = errors[: len(todo)]
             self.stats.compiled += len(todo)
             self.stats.seconds += seconds
             failed = {pair: e for pair, e in zip(todo, errors, strict=True) if e is not None}
@@ -150,6 +156,14 @@ class KernelCache:
             _log.info("compiled %d kernels for %s in %.2f s", len(todo), arch, seconds)
         self._seen.update(unseen)
         return {pair: self._failed[pair] for pair in pairs if pair in self._failed}
+
+    def _launcher_jobs(self, variants: Iterable[Variant]) -> list[dict[str, Any]]:
+        """Jobs for the C launchers that the first launches would wait for, where there is a GPU."""
+        if not torch.cuda.is_available():
+            return []
+        counts = {len(variant.types) for variant in variants} - self._launchers
+        self._launchers |= counts
+        return [{"launcher": count} for count in sorted(counts)]
 
     # -- compiled objects ---------------------------------------------------------------------
 

@@ -58,6 +58,26 @@ def compile_kernel(job: dict[str, Any]) -> None:
     write_atomically(folder / f"{job['stem']}.json", metadata.read_bytes())
 
 
+def build_launcher(num_parameters: int) -> None:
+    """Build Triton's C launcher for kernels of so many pointers into Triton's own cache.
+
+    Up to 3.7 Triton compiles one in the process that launches, with the C compiler, a good part of
+    a second each; later versions bring one that serves all.
+    """
+    from triton.backends.nvidia import driver
+
+    if not hasattr(driver, "make_launcher"):
+        return
+    source = driver.make_launcher({}, dict.fromkeys(range(num_parameters), "*i8"), None)
+    driver.compile_module_from_src(
+        src=source,
+        name="__triton_launcher",
+        library_dirs=driver.library_dirs(),
+        include_dirs=driver.include_dirs,
+        libraries=driver.libraries,
+    )
+
+
 def write_atomically(path: Path, data: bytes) -> None:
     """Write a file that other processes see whole or not at all."""
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=".writing-")
@@ -77,7 +97,11 @@ def serve() -> None:
 
     sys.excepthook = lambda kind, problem, _: answer(f"{kind.__name__}: {problem}")
     for line in sys.stdin:
-        compile_kernel(json.loads(line))
+        job = json.loads(line)
+        if "launcher" in job:
+            build_launcher(job["launcher"])
+        else:
+            compile_kernel(job)
         answer(None)
 
 
