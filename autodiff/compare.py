@@ -77,6 +77,15 @@ class GradientReport:
         return self
 
 
+def luck(count: int) -> float:
+    """How far a ratio of two equally good RMS errors of so many elements may stray from 1.
+
+    The logarithm of such a ratio has a standard deviation of about 1 / sqrt(count); this is five of
+    them. The suite's fixed seeds need none; a check of whatever a user trains on does.
+    """
+    return math.exp(5.0 / math.sqrt(max(count, 1)))
+
+
 def rms(x: torch.Tensor) -> float:
     """Root mean square in fp64, over the finite elements."""
     x = x.detach().double()

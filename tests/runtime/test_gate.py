@@ -187,3 +187,21 @@ def test_masks_may_differ_only_where_fp64_decides_otherwise() -> None:
     wrong[:50] = ~wrong[:50]
     assert mismatch(exact.clone(), exact, exact, 2.0) is None
     assert mismatch(wrong, exact, exact, 2.0) is not None
+
+
+@pytest.mark.parametrize("rows", [7, 300])
+@pytest.mark.parametrize("width", [1, 5, 40, 2000])
+def test_another_order_of_summation_is_no_mismatch(width: int, rows: int) -> None:
+    """A sum that nearly cancels has a large relative error, and few elements have luck."""
+    for seed in range(60):
+        torch.manual_seed(seed)
+        x = torch.randn(rows, width)
+        x[:, 0] -= x[:, 0].mean() - 0.01 / rows
+        ours = sum(x[torch.randperm(rows)], torch.zeros(width))
+        assert mismatch(ours, x.sum(0), x.double().sum(0), 2.0) is None
+
+
+@pytest.mark.parametrize("width", [1, 5, 40])
+def test_a_slightly_wrong_sum_of_few_elements_is_a_mismatch(width: int) -> None:
+    x = torch.rand(300, width)
+    assert mismatch(1.001 * x.sum(0), x.sum(0), x.double().sum(0), 2.0) is not None

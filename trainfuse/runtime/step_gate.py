@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, fx
 
 from autodiff import ops
-from autodiff.compare import TensorError, judge
+from autodiff.compare import TensorError, judge, luck
 from autodiff.graph import TrainingGraph
 from autodiff.reference import Environment, run_nodes
 from trainfuse.errors import GradientMismatch
@@ -100,7 +100,9 @@ class StepGate:
         # an update may take a half gradient and cast it itself
         ours = {n: g.to(native[n].dtype) for n, g in zip(names, grads, strict=True)}
         errors = judge(ours, native, exact, k=self.factor)
-        wrong = [e for e in errors if not e.ratio <= self.factor]
+        # a few elements may have been lucky in eager
+        room = {name: self.factor * luck(tensor.numel()) for name, tensor in native.items()}
+        wrong = [e for e in errors if not e.ratio <= room[e.name]]
         if wrong:
             worst = max(wrong, key=lambda e: math.inf if math.isnan(e.ratio) else e.ratio)
             self._reject(worst, len(wrong))
