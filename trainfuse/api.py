@@ -29,6 +29,9 @@ Module = TypeVar("Module", bound=nn.Module)
 _log = log.get_logger("capture")
 
 
+_GLOBAL_HOOKS = "a hook on every module is registered: calls run eagerly while it is"
+
+
 class _Runner:
     """One target under one resolved set of settings: a whole step, or regions."""
 
@@ -55,6 +58,9 @@ class _Runner:
             )
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if compat.any_global_module_hooks():
+            self._refuse_hooks()
+            return self.target(*args, **kwargs)
         if self.whole is not None:
             if self.whole.ready((*args, *kwargs.values())):
                 try:
@@ -72,6 +78,12 @@ class _Runner:
             else:
                 self._leave_whole(None)
         return self.regions(*args, **kwargs)
+
+    def _refuse_hooks(self) -> None:
+        if not any(refusal.reason == _GLOBAL_HOOKS for refusal in self.refusals):
+            self.refuse(Refusal("capture", _GLOBAL_HOOKS))
+        if self.options.fullgraph or self.settings.cuda_graph == "require":
+            raise CaptureError(reason=_GLOBAL_HOOKS)
 
     def _leave_whole(self, error: CaptureRefused | None) -> None:
         assert self.whole is not None and self.whole.refusal is not None

@@ -116,6 +116,16 @@ class CudaGraphUnavailable(CaptureError):
     fix = 'cuda_graph="auto" (mode="default") runs the plan without one'
 
 
+class GradientsDropped(TrainfuseError):
+    """A call that adds to gradients that an earlier call did not keep."""
+
+    message = (
+        "this call updates with gradients that it did not clear, and an earlier call of the step,"
+        " which had cleared its own, did not keep them"
+    )
+    fix = "compile with keep_gradients=True, or call zero_grad() before every backward"
+
+
 class FusionError(TrainfuseError):
     """A group failed and no ATen rescue was allowed."""
 

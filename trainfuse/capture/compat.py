@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch._dynamo import guards
 from torch._dynamo.backends.common import aot_autograd as _aot_autograd
 from torch._dynamo.side_effects import SideEffects
-from torch._dynamo.variables import constant
+from torch._dynamo.variables import builder, constant
 from torch._inductor.decomposition import select_decomp_table
+from torch.nn.modules import module as module_hooks
 from torch.optim import optimizer as optimizer_module
 
 from autodiff.graph import Refusal
@@ -42,12 +46,40 @@ def has_step_hooks(optimizer: torch.optim.Optimizer, ours: Callable[..., Any]) -
     return any(getattr(hook, "__func__", None) is not ours for hook in hooks.values())
 
 
+_TORCH = os.path.dirname(torch.__file__) + os.sep
+
+
+def replaced_method(optimizer: torch.optim.Optimizer) -> str | None:
+    """Which of `step` and `zero_grad` someone but torch has put in the instance's way, or None.
+
+    A learning-rate scheduler's wrapper, which only counts calls, is torch's own.
+    """
+    for name in ("step", "zero_grad"):
+        method = vars(optimizer).get(name)
+        while method is not None:
+            code = getattr(getattr(method, "__func__", method), "__code__", None)
+            if code is None or not code.co_filename.startswith(_TORCH):
+                return name
+            method = getattr(method, "__wrapped__", None)
+    return None
+
+
 def any_parameter_hooks(params: Sequence[Tensor]) -> bool:
-    """Whether a hook would run when one of these parameters' gradients arrives."""
+    """Whether a hook would run when one of these tensors' gradients arrives."""
     for p in params:
         if p._backward_hooks or p._post_accumulate_grad_hooks:  # type: ignore[attr-defined]
             return True
     return False
+
+
+def any_global_module_hooks() -> bool:
+    """Whether a hook runs at every module's call, which no guard of Dynamo's watches."""
+    return bool(
+        module_hooks._global_forward_hooks
+        or module_hooks._global_forward_pre_hooks
+        or module_hooks._global_backward_hooks
+        or module_hooks._global_backward_pre_hooks
+    )
 
 
 # -- Dynamo ---------------------------------------------------------------------------------------
@@ -68,10 +100,14 @@ class DynamoSettings:
     def __enter__(self) -> None:
         self._revert = self._apply()
         SideEffects.load_attr = _load_attr
+        builder.make_dupe_guard = _same_object_guard
+        guards.is_from_optimizer_source = _nowhere
 
     def __exit__(self, *_: object) -> None:
         assert self._revert is not None
         SideEffects.load_attr = _STOCK_LOAD_ATTR
+        builder.make_dupe_guard = _STOCK_DUPE_GUARD
+        guards.is_from_optimizer_source = _STOCK_OPTIMIZER_SOURCE
         self._revert()
         self._revert = None
 
@@ -88,6 +124,25 @@ def _load_attr(self: SideEffects, *args: Any, **kwargs: Any) -> Any:
     found = _STOCK_LOAD_ATTR(self, *args, **kwargs)
     shared = getattr(constant, "CONSTANT_VARIABLE_NONE", None)
     return constant.ConstantVariable(None) if shared is not None and found is shared else found
+
+
+_STOCK_DUPE_GUARD = builder.make_dupe_guard
+_STOCK_OPTIMIZER_SOURCE = guards.is_from_optimizer_source
+
+
+def _same_object_guard(source: Any, other: Any) -> Any:
+    """A guard that two names still mean one object, where Dynamo found them to.
+
+    Dynamo leaves it out between a local and a global, and for whatever an optimizer holds: a
+    module's parameter that is replaced would go on being read, and trained, through the optimizer.
+    """
+    if not other or other == source:
+        return None
+    return functools.partial(guards.GuardBuilder.DUPLICATE_INPUT, source_b=other)
+
+
+def _nowhere(source: Any) -> bool:
+    return False
 
 
 def static_by_address(placeholder: fx.Node) -> bool:
@@ -172,7 +227,9 @@ def aot(
         extra["bw_compiler"] = backward
     if partition is not None:
         extra["partition_fn"] = partition
-    with torch.fx.traceback.preserve_node_meta():
+    # our own recompute pass takes checkpointed stretches, dropout included; torch's refuses that
+    plain = torch._functorch.config.patch(remat_using_tags_for_fwd_loss_bwd_graph=False)
+    with torch.fx.traceback.preserve_node_meta(), plain:
         return _aot_autograd(
             fw_compiler=forward,
             inference_compiler=inference,

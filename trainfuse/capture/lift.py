@@ -173,16 +173,23 @@ def lift(
     gm.recompile()
     position = {node: i for i, node in enumerate(placeholders)}
     updates = {
-        effect.name: (
-            number,
-            tuple(find_handle(number).index_of(examples[position[p]]) for p in params),
-        )
+        effect.name: (number, _indices(number, [examples[position[p]] for p in params]))
         for effect, (number, params) in effects.items()
     }
     training = TrainingGraph(
         gm, facts, tuple(inputs), len(user_outputs), tuple(p.name for p in written)
     )
     return Captured(kind, training, tuple(examples), updates)
+
+
+def _indices(number: int, params: Sequence[Any]) -> tuple[int, ...]:
+    """Flat indices of parameters in their optimizer."""
+    handle = find_handle(number)
+    try:
+        return tuple(handle.index_of(p) for p in params)
+    except KeyError:
+        # AOTAutograd puts one tensor in the place of those that overlap
+        raise CaptureRefused("parameters share memory") from None
 
 
 def input_fact(name: str, example: Any, static: bool, qualified: str | None) -> InputFact:

@@ -137,7 +137,12 @@ _ADAM = OptimizerRow(
     _adam_states,
     _call_adam,
     itemgetter(
-        "betas", "eps", "weight_decay", "amsgrad", "maximize", "decoupled_weight_decay",
+        "betas",
+        "eps",
+        "weight_decay",
+        "amsgrad",
+        "maximize",
+        "decoupled_weight_decay",
         "differentiable",
     ),  # fmt: skip
     True,
@@ -207,16 +212,12 @@ def _tidy_template(traced: fx.GraphModule) -> None:
             scalar = node.kwargs["alpha"]
             assert scalar.target is aten._local_scalar_dense.default, scalar.target
             with traced.graph.inserting_before(node):
-                product = traced.graph.call_function(
-                    aten.mul.Tensor, (scaled, scalar.args[0])
-                )
+                product = traced.graph.call_function(aten.mul.Tensor, (scaled, scalar.args[0]))
             product.meta["val"] = scaled.meta["val"]
             node.args = (base, product)
             node.kwargs = {}
     # reading a scalar back counts as impure, so it would survive
-    traced.graph.eliminate_dead_code(
-        lambda n: n.op in ("placeholder", "output")
-    )
+    traced.graph.eliminate_dead_code(lambda n: n.op in ("placeholder", "output"))
     traced.graph.lint()
     traced.recompile()
 
@@ -256,9 +257,7 @@ class UpdateHandle:
     they change. Learning rates are device scalars, refreshed by `before_step`.
     """
 
-    def __init__(
-        self, number: int, optimizer: torch.optim.Optimizer, signature: list[Any]
-    ) -> None:
+    def __init__(self, number: int, optimizer: torch.optim.Optimizer, signature: list[Any]) -> None:
         self.id = number
         self.signature = signature
         self._optimizer = weakref.ref(optimizer)
@@ -271,9 +270,9 @@ class UpdateHandle:
         self._steps: dict[torch.device, Tensor] = {}
         self._steps_stale = True
         self._visible_steps: list[tuple[Tensor, list[int]]] = []
+        self._versions: list[int] = []
         self._advances: dict[tuple[int, ...], list[tuple[Tensor, Tensor | int]]] = {}
         self._templates: dict[object, UpdateTemplate] = {}
-        self.zeroed = False
         self.refusal = self._refuse(optimizer)
         optimizer.register_load_state_dict_post_hook(self.mark_stale)
         optimizer.register_step_post_hook(self.mark_stale)
@@ -291,7 +290,7 @@ class UpdateHandle:
         return optimizer
 
     def mark_stale(self, *_: object) -> None:
-        """Something else may have changed the step counters: read them again before the next step."""
+        """Something else may have changed the step counters: read them before the next step."""
         self._steps_stale = True
 
     def index_of(self, param: Tensor) -> int:
@@ -326,6 +325,9 @@ class UpdateHandle:
         param = self.params[index]
         optimizer = self.optimizer
         group = optimizer.param_groups[self._group_of[index]]
+        names = self.row.states(group)
+        if not names and not self.row.has_step:
+            return  # torch makes no entry either
         state = optimizer.state[param]
         if self.row.has_step and "step" not in state:
             on_device = group.get("capturable") or group.get("fused")
@@ -336,7 +338,7 @@ class UpdateHandle:
                 device=param.device if on_device else "cpu",
             )
             self._steps_stale = True
-        for name in self.row.states(group):
+        for name in names:
             if state.get(name) is None:
                 # a zero momentum buffer gives torch's first step too: 0 * momentum + grad
                 state[name] = torch.zeros_like(param, memory_format=torch.preserve_format)
@@ -352,7 +354,10 @@ class UpdateHandle:
             case "step":
                 return self._step_vector(param.device)[index]
             case _:
-                return self.optimizer.state[param][role]
+                state = self.optimizer.state
+                if param not in state or role not in state[param]:
+                    self._make_state(index)  # the user has cleared it since
+                return state[param][role]
 
     def _lr_scalar(self, group: int, device: torch.device) -> Tensor:
         key = (group, device)
@@ -400,6 +405,7 @@ class UpdateHandle:
             self._visible_steps.append((vector, indices))
         for vector in self._steps.values():
             vector.copy_(torch.tensor(values))
+        self._versions = [vector._version for vector, _ in self._visible_steps]
         self._steps_stale = False
 
     # -- around each step ----------------------------------------------------------------------
@@ -408,8 +414,10 @@ class UpdateHandle:
         """Bring device scalars up to date with what the user or a scheduler changed."""
         for key in self._lr:
             self._refresh_lr(key)
-        if self._steps_stale and self._steps:
-            self._refresh_steps()
+        if not self._steps:
+            return
+        if self._steps_stale or self._versions != [v._version for v, _ in self._visible_steps]:
+            self._refresh_steps()  # the user, or torch, wrote to the counters
 
     def after_step(self, indices: tuple[int, ...]) -> None:
         """Advance the visible step counters after a kernel advanced the device's.
@@ -430,6 +438,7 @@ class UpdateHandle:
                     advances.append((vector, torch.tensor(moved).to(vector)))
         for vector, amount in advances:
             vector.add_(amount)
+        self._versions = [vector._version for vector, _ in self._visible_steps]
 
     def watch_state(self) -> StateWatch:
         """A watch over the optimizer's state as it is now."""
@@ -466,6 +475,11 @@ def admit_optimizer(optimizer: torch.optim.Optimizer) -> Refusal | UpdateHandle:
         return Refusal("capture", f"optimizer {name} has no traced update (known: {known})", name)
     if compat.has_step_hooks(optimizer, ours=UpdateHandle.mark_stale):
         return Refusal("capture", f"{name} has step hooks, which a whole step would skip", name)
+    replaced = compat.replaced_method(optimizer)
+    if replaced is not None:
+        return Refusal(
+            "capture", f"{name}.{replaced} was replaced by a function that we can't see into", name
+        )
     handle = handle_for(optimizer)
     return handle.refusal or handle
 

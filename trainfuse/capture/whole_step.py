@@ -16,9 +16,16 @@ from trainfuse.capture import compat
 from trainfuse.capture.lift import PHASE_KEY, Captured, CaptureRefused, input_fact, lift
 from trainfuse.capture.objects import Found, find_objects
 from trainfuse.capture.optimizers import UpdateHandle, admit_optimizer
+from trainfuse.errors import GradientsDropped
 
 Build = Callable[[Captured], Callable[[list[Any]], Sequence[Any]]]
 """Turns a captured graph into a callable over its placeholders' values."""
+
+
+_LOST = 0
+"""In a handle's place: the update needs gradients that an earlier call dropped."""
+
+_HOOKED = "a parameter has a gradient hook, which a whole step would skip"
 
 
 class PlanBudget(Exception):
@@ -26,12 +33,21 @@ class PlanBudget(Exception):
 
 
 class _Swap:
-    """Traceable stand-ins for one optimizer's step and zero_grad, made once per handle."""
+    """Traceable stand-ins for one optimizer's step and zero_grad, made once per handle.
+
+    Gradients that a step sets to None before it makes them are dropped once it has ended, so that
+    they stay temporaries of the graph. Without that zero_grad the user may be adding them up.
+    zeroed, used: in this call, set to None, and updated with after that. adds_up: some call used
+    gradients that it had not cleared, so that none are dropped. dropped: some were.
+    """
 
     def __init__(self, optimizer: torch.optim.Optimizer, handle: UpdateHandle, keep: bool) -> None:
         self.optimizer = optimizer
         self.handle = handle
-        params, number = handle.params, handle.id
+        self.params = params = handle.params
+        self.zeroed = self.used = self.dropped = False
+        self.adds_up = keep
+        number, swap = handle.id, self
 
         def step(self: torch.optim.Optimizer, closure: None = None) -> None:
             assert closure is None, "a closure can't be part of a whole step"
@@ -40,16 +56,17 @@ class _Swap:
                 if p.grad is not None:
                     updated.append(p)
                     grads.append(p.grad)
+            if swap.zeroed:
+                swap.used = True
+            else:
+                swap.adds_up = True
             if updated:
-                torch.ops.trainfuse.update(updated, grads, number)
-            # Gradients that the step itself clears stay temporaries of the graph; without a
-            # zero_grad in the step the user may be accumulating, so they must survive it.
-            if handle.zeroed and not keep:
-                for p in updated:
-                    p.grad = None
+                lost = not swap.zeroed and swap.dropped
+                torch.ops.trainfuse.update(updated, grads, _LOST if lost else number)
 
         def zero_grad(self: torch.optim.Optimizer, set_to_none: bool = True) -> None:
-            handle.zeroed = True
+            if set_to_none:
+                swap.zeroed = True
             for p in params:
                 if set_to_none:
                     p.grad = None
@@ -62,9 +79,16 @@ class _Swap:
         }
         self._saved: dict[str, Any] = {}
 
+    def end(self) -> None:
+        """Drop the gradients that only this call needed; traced at the end of the step."""
+        if self.used and not self.adds_up:
+            self.dropped = True
+            for p in self.params:
+                p.grad = None
+
     def __enter__(self) -> None:
         attributes = self.optimizer.__dict__
-        self.handle.zeroed = False
+        self.zeroed = self.used = False
         for name, method in self.methods.items():
             if name in attributes:
                 self._saved[name] = attributes[name]
@@ -79,14 +103,19 @@ class _Swap:
                 del attributes[name]
 
 
-def _detached(target: Callable[..., Any]) -> Callable[..., Any]:
+def _detached(target: Callable[..., Any], swaps: list[_Swap]) -> Callable[..., Any]:
     """The target with detached outputs, on a code object of its own.
+
+    swaps: those of the call's optimizers.
 
     Dynamo keys its cache by code object: two compiled steps must not share plans or limits.
     """
 
     def whole_step(*args: Any, **kwargs: Any) -> Any:
-        return tree_map_only(Tensor, lambda t: t.detach(), target(*args, **kwargs))
+        results = target(*args, **kwargs)
+        for swap in swaps:
+            swap.end()
+        return tree_map_only(Tensor, _without_history, results)
 
     return types.FunctionType(
         whole_step.__code__.replace(),
@@ -95,6 +124,10 @@ def _detached(target: Callable[..., Any]) -> Callable[..., Any]:
         whole_step.__defaults__,
         whole_step.__closure__,
     )
+
+
+def _without_history(tensor: Tensor) -> Tensor:
+    return tensor.detach() if tensor.requires_grad else tensor
 
 
 def admit_whole_step(found: Found) -> list[UpdateHandle] | Refusal:
@@ -107,9 +140,7 @@ def admit_whole_step(found: Found) -> list[UpdateHandle] | Refusal:
         if isinstance(admitted, Refusal):
             return admitted
         if compat.any_parameter_hooks(admitted.params):
-            return Refusal(
-                "capture", "a parameter has a gradient hook, which a whole step would skip"
-            )
+            return Refusal("capture", _HOOKED)
         handles.append(admitted)
     return handles
 
@@ -130,8 +161,10 @@ class WholeStep:
         self._build = build
         self._keep = keep_gradients
         self._swaps: dict[int, _Swap] = {}
+        self._swapped: list[_Swap] = []
+        self._derived = False
         self._handles: list[UpdateHandle] = []
-        self._code = _detached(target)
+        self._code = _detached(target, self._swapped)
         self._compiled = torch.compile(
             self._code, backend=self._backend, fullgraph=True, dynamic=False
         )
@@ -160,30 +193,39 @@ class WholeStep:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run one step; raises CaptureRefused, with nothing changed, when it can't be captured."""
         swaps = [self._swap(handle) for handle in self._handles]
+        self._swapped[:] = swaps
         try:
             for swap in swaps:
                 swap.handle.before_step()
                 swap.__enter__()
             with self._settings:
                 result = self._compiled(*args, **kwargs)
-        except compat.CAPTURE_ERRORS as error:
-            cause = compat.user_cause(error)
-            if compat.over_budget(cause):
-                raise PlanBudget from error
-            if isinstance(cause, CaptureRefused):
-                self.refusal = Refusal("capture", cause.reason, where=cause.where)
-            elif isinstance(cause, compat.CAPTURE_ERRORS):
-                self.refusal = compat.refusal_of(cause)
-            else:
-                raise cause from error
-            raise CaptureRefused(self.refusal.reason, self.refusal.where) from error
+        except (*compat.CAPTURE_ERRORS, CaptureRefused) as error:
+            refusal, cause = _refusal_behind(error), error
+        else:
+            refusal = cause = None
         finally:
             for swap in reversed(swaps):
                 swap.__exit__()
+        if refusal is not None:
+            if self._met_optimizers(args, kwargs):
+                return self(*args, **kwargs)
+            self.refusal = refusal
+            raise CaptureRefused(refusal.reason, refusal.where) from cause
         for swap in swaps:
             # what learning-rate schedulers look at to warn about a wrong order of calls
             swap.optimizer._opt_called = True  # type: ignore[attr-defined]  # torch's own mark
         return result
+
+    def _met_optimizers(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether the step has come to refer to optimizers that it did not before."""
+        assert self.found is not None
+        values = (*args, *kwargs.values())
+        now = find_objects(self.target, values)
+        new = [o for o in now.optimizers if all(o is not old for old in self.found.optimizers)]
+        now.optimizers = [*self.found.optimizers, *new]
+        self.found = now
+        return bool(new) and self.ready(values)
 
     def close(self) -> None:
         """Forget every plan."""
@@ -192,18 +234,33 @@ class WholeStep:
     def _swap(self, handle: UpdateHandle) -> _Swap:
         swap = self._swaps.get(handle.id)
         if swap is None:
-            swap = self._swaps[handle.id] = _Swap(handle.optimizer, handle, self._keep)
+            optimizer = handle.optimizer
+            older = [s for s in self._swaps.values() if s.optimizer is optimizer]
+            swap = self._swaps[handle.id] = _Swap(optimizer, handle, self._keep)
+            if older:  # the same optimizer with other options
+                swap.adds_up, swap.dropped = older[-1].adds_up, older[-1].dropped
         return swap
 
     def _backend(self, gm: fx.GraphModule, examples: Sequence[Any], **_: Any) -> Any:
         """Dynamo's backend: label phases, derive with AOTAutograd, hand over the training graph."""
+        update = torch.ops.trainfuse.update
+        if any(n.target is update and n.args[2] == _LOST for n in gm.graph.nodes):
+            raise GradientsDropped
         label_phases(gm.graph)
         compile_ = functools.partial(self._lift, gm, tuple(examples))
-        return compat.aot(gm, examples, forward=_refuse_forward, inference=compile_)
+        self._derived = False
+        try:
+            return compat.aot(gm, examples, forward=_refuse_forward, inference=compile_)
+        except (RuntimeError, AssertionError) as error:
+            if self._derived:
+                raise
+            line = str(error).strip().partition("\n")[0]
+            raise CaptureRefused(f"its gradients could not be derived: {line}") from error
 
     def _lift(
         self, dynamo: fx.GraphModule, examples: tuple[Any, ...], gm: fx.GraphModule, _: Any
     ) -> Any:
+        self._derived = True
         assert self.found is not None
         names = self.found.parameter_names()
         placeholders = dynamo.graph.find_nodes(op="placeholder")
@@ -213,7 +270,27 @@ class WholeStep:
             static = source is None or compat.static_by_address(source)
             facts.append(input_fact(node.name, value, static, names.get(id(value))))
             values.append(value)
-        return compat.boxed(self._build(lift(gm, facts, values, "whole_step")))
+        program = self._build(lift(gm, facts, values, "whole_step"))
+        leaves = [i for i, v in enumerate(values) if isinstance(v, Tensor) and v.requires_grad]
+
+        def unhooked(args: list[Any]) -> Any:
+            if compat.any_parameter_hooks([args[i] for i in leaves]):
+                raise CaptureRefused(_HOOKED)
+            return program(args)
+
+        return compat.boxed(unhooked)
+
+
+def _refusal_behind(error: BaseException) -> Refusal:
+    """Why a call was not captured; raises what is no refusal."""
+    cause = compat.user_cause(error)
+    if compat.over_budget(cause):
+        raise PlanBudget from error
+    if isinstance(cause, CaptureRefused):
+        return Refusal("capture", cause.reason, where=cause.where)
+    if isinstance(cause, compat.CAPTURE_ERRORS):
+        return compat.refusal_of(cause)
+    raise cause from error
 
 
 def label_phases(graph: fx.Graph) -> None:
