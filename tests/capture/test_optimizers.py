@@ -66,7 +66,8 @@ def test_template_is_torchs_update(name: str) -> None:
     for key, value in theirs_state.items():
         if value is not None:
             torch.testing.assert_close(ours_state[key], value, atol=1e-6, rtol=1e-5)
-            assert ours_state[key].device == value.device and ours_state[key].dtype == value.dtype
+            assert ours_state[key].device == value.device
+            assert ours_state[key].dtype == value.dtype
 
 
 def test_eager_steps_and_loaded_state_are_seen() -> None:

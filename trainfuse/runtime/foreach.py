@@ -24,7 +24,8 @@ from trainfuse.runtime.foreach_launch import ForeachLauncher
 from trainfuse.runtime.gate import Gate
 
 if TYPE_CHECKING:
-    from trainfuse.capture.optimizers import Bucket, StateWatch, UpdateHandle, UpdateTemplate
+    from trainfuse.capture.optimizers import Bucket, StateWatch, UpdateHandle
+    from trainfuse.capture.update_templates import UpdateTemplate
     from trainfuse.runtime.program import RuntimeOptions
 
 Entry = dict[str, Tensor]
