@@ -194,6 +194,7 @@ class WholeStep:
         """Run one step; raises CaptureRefused, with nothing changed, when it can't be captured."""
         swaps = [self._swap(handle) for handle in self._handles]
         self._swapped[:] = swaps
+        result: Any = None
         try:
             for swap in swaps:
                 swap.handle.before_step()
