@@ -307,7 +307,7 @@ class Builder:
         every = self.settings.verify if isinstance(self.settings.verify, int) else None
 
         def program(args: list[Any]) -> Sequence[Any]:
-            if every is not None and plan.stats.calls >= every:
+            if every is not None and plan.calls_since_check >= every:
                 plan.verify_next()
             if plan.stats.calls:
                 return plan(args)

@@ -107,8 +107,9 @@ def test_a_number_compares_again_every_so_many_calls(monkeypatch: pytest.MonkeyP
     compared: list[int] = []
     own = step_gate.judge
     monkeypatch.setattr(step_gate, "judge", lambda *a, **k: (compared.append(1), own(*a, **k))[1])
-    trained("triton", calls=5, verify=2)
+    _, compiled = trained("triton", calls=5, verify=2)
     assert len(compared) == 3
+    assert compiled.stats()["calls"] == 5
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

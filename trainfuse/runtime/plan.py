@@ -81,6 +81,7 @@ class Plan:
         self._device = _cuda_device(tg)
         self._replay: Replay | None = None
         self.stats = PlanStats()
+        self.calls_since_check = self._captures_since_check = 0
         reason = no_graph_because or ("it is off" if cuda_graph == "off" else self._why_not())
         self.cuda_graph = GraphState(False, reason or "not captured yet")
         self._wanted = reason is None
@@ -108,14 +109,14 @@ class Plan:
         The list may be emptied, so that inputs that nobody else holds die at their last use.
         """
         with self._on_device():
-            first = self.stats.calls == 0
-            if first:
+            if self.calls_since_check == 0:
                 outputs = self._first(args) if self._step_gate is None else self._compared(args)
             elif self._wanted:
                 outputs = self._graphed(args)
             else:
                 outputs = self.program(args)
         self.stats.calls += 1
+        self.calls_since_check += 1
         for update in self.program.updates.values():
             update.after()
         return outputs
@@ -128,7 +129,7 @@ class Plan:
                 self.options.gate.passed -= update.kernel_keys
         self._drop_replay()
         self.program = self._build()
-        self.stats.calls = 0
+        self.calls_since_check = self._captures_since_check = 0
 
     def close(self) -> None:
         """Free the CUDA graph and its memory."""
@@ -228,7 +229,7 @@ class Plan:
         return True
 
     def _capture(self, args: Sequence[Any]) -> Replay | None:
-        if self.stats.captures == _MAX_CAPTURES:
+        if self._captures_since_check == _MAX_CAPTURES:
             self._no_graph("parameters or optimizer state keep moving in memory")
             return None
         values = dict(zip(self.tg.graph.find_nodes(op="placeholder"), args, strict=True))
@@ -237,6 +238,7 @@ class Plan:
             update.watch()
         made = self.options.boundary.attempt(lambda: self._replay_of(args), "cuda_graph")
         self.stats.captures += 1
+        self._captures_since_check += 1
         if isinstance(made, str):
             self._no_graph(f"capture failed: {made}")
             return None
