@@ -3,9 +3,10 @@
     python -m benchmarks.lightning_steps          # on the GPU: examples/lightning_gpt.py's model
     python -m benchmarks.lightning_steps --cpu    # the code path, tiny
 
-Rows: case "gpt-loop" is the plain loop, "gpt-lightning" a `Trainer` with `FusionCallback` around the
-same model, batch and precision. After every window of Lightning's steps as many of the loop follow,
-from inside the fit. Batches are on the device already: what a data loader costs is not measured.
+Rows: case "gpt-loop" is the plain loop, "gpt-lightning" a `Trainer` with `FusionCallback` around
+the same model, batch and precision. After every window of Lightning's steps as many of the loop
+follow, from inside the fit. Batches are on the device already: what a data loader costs is not
+measured.
 """
 
 from __future__ import annotations
