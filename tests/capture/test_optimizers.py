@@ -70,6 +70,35 @@ def test_template_is_torchs_update(name: str) -> None:
             assert ours_state[key].dtype == value.dtype
 
 
+@pytest.mark.parametrize("name", ["sgd-momentum", "sgd-nesterov", "adam-l2-amsgrad", "adamw"])
+def test_one_cycle_moves_betas_and_momentum(name: str) -> None:
+    """OneCycleLR changes beta1, or the momentum, at every step: one template follows it."""
+    kind, options = CASES[name]
+    ours = torch.nn.Parameter(torch.randn(5, 3))
+    theirs, exact = (torch.nn.Parameter(ours.detach().clone()) for _ in range(2))
+    exact.data = exact.data.double()
+    optimizers = [kind([p], **options) for p in (ours, theirs, exact)]
+    schedulers = [
+        torch.optim.lr_scheduler.OneCycleLR(o, max_lr=0.1, total_steps=12) for o in optimizers
+    ]
+    handles = set()
+    for _ in range(10):
+        grad = torch.randn(5, 3)
+        handle = handle_for(optimizers[0])
+        handles.add(handle.id)
+        apply_template(handle, 0, grad)
+        theirs.grad, exact.grad = grad.clone(), grad.double()
+        for o in optimizers[1:]:
+            o.step()
+        optimizers[0]._opt_called = True
+        for s in schedulers:
+            s.step()
+    assert len(handles) == 1
+    error = (ours.double() - exact).abs().max()
+    eager = (theirs.double() - exact).abs().max()
+    assert error <= 2 * eager + 2e-7
+
+
 def test_eager_steps_and_loaded_state_are_seen() -> None:
     """A stock step in between, or load_state_dict, moves the device's step counter along."""
     param = torch.nn.Parameter(torch.randn(4))
@@ -93,6 +122,8 @@ def test_changed_options_make_a_new_handle() -> None:
     optimizer.param_groups[0]["lr"] = 0.5
     assert handle_for(optimizer) is first
     optimizer.param_groups[0]["betas"] = (0.8, 0.9)
+    assert handle_for(optimizer) is first, "betas are device scalars, as OneCycleLR moves them"
+    optimizer.param_groups[0]["eps"] = 1e-6
     assert handle_for(optimizer) is not first
 
 

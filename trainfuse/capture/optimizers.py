@@ -59,7 +59,7 @@ class UpdateHandle:
     """What stands behind one effect node: an optimizer, its state, and device scalars.
 
     The handle is bound to the group options it was made with; `handle_for` makes another one when
-    they change. Learning rates are device scalars, refreshed by `before_step`.
+    they change. Learning rates, betas and momenta are device scalars, refreshed by `before_step`.
     """
 
     def __init__(self, number: int, optimizer: torch.optim.Optimizer, signature: list[Any]) -> None:
@@ -70,8 +70,8 @@ class UpdateHandle:
         self.params: list[Tensor] = [p for g in optimizer.param_groups for p in g["params"]]
         self._index = {id(p): i for i, p in enumerate(self.params)}
         self._group_of = [n for n, g in enumerate(optimizer.param_groups) for _ in g["params"]]
-        self._lr: dict[tuple[int, torch.device], Tensor] = {}
-        self._lr_seen: dict[tuple[int, torch.device], float] = {}
+        self._scalars: dict[tuple[int, str, torch.device], Tensor] = {}
+        self._seen: dict[tuple[int, str, torch.device], float] = {}
         self._steps: dict[torch.device, Tensor] = {}
         self._steps_stale = True
         self._visible_steps: list[tuple[Tensor, list[int]]] = []
@@ -149,35 +149,34 @@ class UpdateHandle:
                 state[name] = torch.zeros_like(param, memory_format=torch.preserve_format)
 
     def tensor(self, index: int, role: str) -> Tensor:
-        """The device tensor that plays a role ("param", a state name, "step", "lr")."""
+        """The device tensor that plays a role ("param", a state name, "step", "lr" ...)."""
         param = self.params[index]
         match role:
             case "param":
                 return param
-            case "lr":
-                return self._lr_scalar(self._group_of[index], param.device)
             case "step":
                 return self._step_vector(param.device)[index]
+            case _ if role in self.row.scalars:
+                return self._scalar((self._group_of[index], role, param.device))
             case _:
                 state = self.optimizer.state
                 if param not in state or role not in state[param]:
                     self._make_state(index)  # the user has cleared it since
                 return state[param][role]
 
-    def _lr_scalar(self, group: int, device: torch.device) -> Tensor:
-        key = (group, device)
-        if key not in self._lr:
-            self._lr[key] = torch.empty((), dtype=torch.float64, device=device)
-            self._refresh_lr(key)
-        return self._lr[key]
+    def _scalar(self, key: tuple[int, str, torch.device]) -> Tensor:
+        if key not in self._scalars:
+            self._scalars[key] = torch.empty((), dtype=torch.float64, device=key[2])
+            self._refresh_scalar(key)
+        return self._scalars[key]
 
-    def _refresh_lr(self, key: tuple[int, torch.device]) -> None:
-        lr = self.optimizer.param_groups[key[0]]["lr"]
-        if isinstance(lr, Tensor):
-            self._lr[key].copy_(lr)
-        elif lr != self._lr_seen.get(key):
-            self._lr[key].fill_(lr)
-            self._lr_seen[key] = lr
+    def _refresh_scalar(self, key: tuple[int, str, torch.device]) -> None:
+        value = self.row.scalars[key[1]](self.optimizer.param_groups[key[0]])
+        if isinstance(value, Tensor):
+            self._scalars[key].copy_(value)
+        elif value != self._seen.get(key):
+            self._scalars[key].fill_(value)
+            self._seen[key] = value
 
     def _step_vector(self, device: torch.device) -> Tensor:
         if device not in self._steps:
@@ -217,8 +216,8 @@ class UpdateHandle:
 
     def before_step(self) -> None:
         """Bring device scalars up to date with what the user or a scheduler changed."""
-        for key in self._lr:
-            self._refresh_lr(key)
+        for key in self._scalars:
+            self._refresh_scalar(key)
         if not self._steps:
             return
         if self._steps_stale or self._versions != [v._version for v, _ in self._visible_steps]:

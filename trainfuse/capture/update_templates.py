@@ -29,12 +29,14 @@ class UpdateTemplate:
 
     gm: functional ATen over 1-D tensors; placeholders are named by `roles`, outputs by `written`.
     roles: "param", "grad", state names, then "step" (fp32, 0-d, one per parameter; absent for
-    optimizers without one) and "lr" (fp64, 0-d, shared by a parameter group).
+    optimizers without one) and the `shared` ones.
+    shared: "lr" and what else a scheduler may change (fp64, 0-d, one a parameter group).
     """
 
     gm: fx.GraphModule
     roles: tuple[str, ...]
     written: tuple[str, ...]
+    shared: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,12 +46,15 @@ class OptimizerRow:
     states: names of the per-parameter tensors for one param group.
     call: torch's functional update over lists, given a group and role -> tensor.
     options: what the template bakes in of a group; a change makes a new handle.
+    scalars: role -> how to read a group's number that schedulers change (OneCycleLR moves beta1 or
+    the momentum); it stays out of the template, on the device.
     refuse: why a group can't be taken, or None.
     """
 
     states: Callable[[Mapping[str, Any]], tuple[str, ...]]
     call: Callable[[Mapping[str, Any], dict[str, Tensor]], None]
     options: Callable[[Mapping[str, Any]], tuple[Any, ...]]
+    scalars: Mapping[str, Callable[[Mapping[str, Any]], float | Tensor]]
     has_step: bool
     refuse: Callable[[Mapping[str, Any]], str | None]
 
@@ -122,21 +127,25 @@ _ADAM = OptimizerRow(
     _adam_states,
     _call_adam,
     itemgetter(
-        "betas",
-        "eps",
-        "weight_decay",
-        "amsgrad",
-        "maximize",
-        "decoupled_weight_decay",
-        "differentiable",
+        "eps", "weight_decay", "amsgrad", "maximize", "decoupled_weight_decay", "differentiable"
     ),
+    {
+        "lr": itemgetter("lr"),
+        "beta1": lambda group: group["betas"][0],
+        "beta2": lambda group: group["betas"][1],
+    },
     True,
     _refuse_common,
 )
 _SGD = OptimizerRow(
     lambda group: ("momentum_buffer",) if group["momentum"] else (),
     _call_sgd,
-    itemgetter("momentum", "dampening", "weight_decay", "nesterov", "maximize", "differentiable"),
+    # whether there is a momentum decides on the state; how large it is doesn't
+    lambda group: (
+        bool(group["momentum"]),
+        *itemgetter("dampening", "weight_decay", "nesterov", "maximize", "differentiable")(group),
+    ),
+    {"lr": itemgetter("lr"), "momentum": itemgetter("momentum")},
     False,
     _refuse_sgd,
 )
@@ -145,13 +154,34 @@ ROWS: Mapping[type, OptimizerRow] = MappingProxyType(
 )
 
 
+_STAND_INS = {"beta1": 0.8125371, "beta2": 0.9312543, "momentum": 0.7543219}
+"""Numbers that no update contains by itself: where one is found, its role belongs."""
+
+
+def _with_stand_ins(group: Mapping[str, Any]) -> dict[str, Any]:
+    changed = dict(group)
+    if "betas" in group:
+        changed["betas"] = (_STAND_INS["beta1"], _STAND_INS["beta2"])
+    if group.get("momentum"):
+        changed["momentum"] = _STAND_INS["momentum"]
+    return changed
+
+
+def _stands_in(value: Any) -> bool:
+    return isinstance(value, float) and any(value in (v, 1 - v) for v in _STAND_INS.values())
+
+
 def trace_template(
     row: OptimizerRow, group: Mapping[str, Any], param_dtype: torch.dtype, grad_dtype: torch.dtype
 ) -> UpdateTemplate:
     """Trace torch's own update of one flat parameter into a functional ATen graph."""
     states = row.states(group)
-    roles = ("param", "grad", *states, *(("step",) if row.has_step else ()), "lr")
-    written = ("param", *states, *(("step",) if row.has_step else ()))
+    # without a momentum there is no buffer, and no number to put anywhere
+    shared = tuple(r for r in row.scalars if r != "momentum" or group["momentum"])
+    stepped = ("step",) if row.has_step else ()
+    roles = ("param", "grad", *states, *stepped, *shared)
+    written = ("param", *states, *stepped)
+    traced_group = _with_stand_ins(group)
 
     def update(*tensors: Tensor) -> tuple[Tensor, ...]:
         named = dict(zip(roles, tensors, strict=True))
@@ -163,7 +193,7 @@ def trace_template(
         if step is not None:
             named["step"] = step.double()
         with torch.no_grad(), compat.pretend_compiling():
-            row.call(group, named)
+            row.call(traced_group, named)
         if step is not None:
             named["step"] = named["step"].to(step.dtype)
         return tuple(named[name] for name in written)
@@ -171,17 +201,87 @@ def trace_template(
     def example(role: str) -> Tensor:
         if role == "step":
             return torch.ones((), dtype=torch.float32)
-        if role == "lr":
+        if role in shared:
             return torch.full((), 0.1, dtype=torch.float64)
         return torch.ones(_TRACED_LENGTH, dtype=grad_dtype if role == "grad" else param_dtype)
 
     traced = make_fx(
         torch.func.functionalize(update), tracing_mode="fake", _allow_non_fake_inputs=False
     )(*(example(role) for role in roles))
-    for node, role in zip(traced.graph.find_nodes(op="placeholder"), roles, strict=True):
+    placeholders = dict(zip(roles, traced.graph.find_nodes(op="placeholder"), strict=True))
+    for role, node in placeholders.items():
         node.name = role
+    _Scalars(traced, {r: n for r, n in placeholders.items() if r in _STAND_INS}).lift()
     _tidy_template(traced)
-    return UpdateTemplate(traced, roles, written)
+    return UpdateTemplate(traced, roles, written, shared)
+
+
+class _Scalars:
+    """Puts the device's scalars where the trace has numbers that stand in for them.
+
+    Only a number itself and its difference to 1 are known; any other use of a stand-in is an error
+    of the trace, not a wrong update.
+    """
+
+    def __init__(self, traced: fx.GraphModule, roles: Mapping[str, fx.Node]) -> None:
+        self.graph = traced.graph
+        self.roles = roles
+
+    def lift(self) -> None:
+        """Rewrite every node that has a stand-in among its arguments."""
+        for node in list(self.graph.nodes):
+            if node.op != "call_function":
+                continue
+            if any(_stands_in(a) for a in (*node.args, *node.kwargs.values())):
+                with self.graph.inserting_before(node):
+                    made = self._rewritten(node)
+                made.meta = dict(node.meta)
+                node.replace_all_uses_with(made)
+                self.graph.erase_node(node)
+        left = [n for n in self.graph.nodes for a in (*n.args, *n.kwargs.values()) if _stands_in(a)]
+        assert not left, f"stand-ins were left in {left}"
+
+    def _scalar(self, number: Any) -> fx.Node:
+        """The fp64 0-d node for a stand-in or its difference to 1."""
+        for role, node in self.roles.items():
+            if number == _STAND_INS[role]:
+                return node
+            if number == 1 - _STAND_INS[role]:
+                return self._call(torch.ops.aten.rsub.Scalar, (node, 1), node.meta["val"])
+        raise AssertionError(f"{number} stands in for nothing")
+
+    def _call(self, target: Any, args: tuple[Any, ...], value: Any) -> fx.Node:
+        node = self.graph.call_function(target, args)
+        node.meta["val"] = value
+        return node
+
+    def _rewritten(self, node: fx.Node) -> fx.Node:
+        aten = torch.ops.aten
+        call, args = self.graph.call_function, node.args
+        value = node.meta["val"]
+        match node.target:
+            case aten.mul.Tensor:
+                return call(aten.mul.Tensor, (args[0], self._scalar(args[1])))
+            case aten.pow.Scalar:
+                return call(aten.pow.Tensor_Tensor, (self._scalar(args[0]), args[1]))
+            case aten.lerp.Scalar:
+                # rounded to the operands' type, as ATen rounds a number
+                weight = call(
+                    aten._to_copy.default, (self._scalar(args[2]),), {"dtype": value.dtype}
+                )
+                weight.meta["val"] = self.roles[next(iter(self.roles))].meta["val"].to(value.dtype)
+                return call(aten.lerp.Tensor, (args[0], args[1], weight))
+            case aten.add.Tensor:
+                scaled = self._call(
+                    aten.mul.Tensor, (args[1], self._scalar(node.kwargs["alpha"])), value
+                )
+                return call(aten.add.Tensor, (args[0], scaled))
+            case aten.addcmul.default:
+                factor = self._scalar(node.kwargs["value"])
+                scaled = self._call(aten.mul.Tensor, (args[1], factor), value)
+                product = self._call(aten.mul.Tensor, (scaled, args[2]), value)
+                return call(aten.add.Tensor, (args[0], product))
+        raise AssertionError(f"{node.target} takes a scheduled number in an unknown way")
 
 
 def _tidy_template(traced: fx.GraphModule) -> None:

@@ -175,6 +175,7 @@ class BucketCall:
             self.template.gm,
             self.template.roles,
             self.template.written,
+            shared=self.template.shared,
             dtypes={role: tensor.dtype for role, tensor in entries[0].items()},
             chunk=chunk_for(sum(entry["param"].numel() for entry in entries), sms),
             aligned=all_aligned(entries),
