@@ -281,7 +281,8 @@ class _Scalars:
                 scaled = self._call(aten.mul.Tensor, (args[1], factor), value)
                 product = self._call(aten.mul.Tensor, (scaled, args[2]), value)
                 return call(aten.add.Tensor, (args[0], product))
-        raise AssertionError(f"{node.target} takes a scheduled number in an unknown way")
+            case _:
+                raise AssertionError(f"{node.target} takes a scheduled number in an unknown way")
 
 
 def _tidy_template(traced: fx.GraphModule) -> None:
