@@ -7,6 +7,7 @@ stays ATen.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -242,7 +243,7 @@ def nll_loss_forward(
 
     The target's entry is picked by comparing with the class index, so that it stays a row
     reduction and fuses with the log-softmax before it. total_weight is 0 without reduction, as
-    in ATen.
+    in ATen. A target that is no class, for which ATen stops the program, makes the loss NaN.
     """
     if x.dim() != 2 or _is_empty(x):
         return NotImplemented
@@ -255,6 +256,8 @@ def nll_loss_forward(
         per_class = _work(weight)
         counted = torch.sum(torch.where(chosen, per_class, 0.0), [1])
         loss = -torch.sum(torch.where(chosen, work * per_class, 0.0), [1])
+    known = ((target >= 0) & (target < x.shape[1])) | (target == ignore_index)
+    loss = torch.where(known, loss, math.nan)
     if reduction == _NONE:
         return loss.to(x.dtype), torch.zeros((), dtype=x.dtype, device=x.device)
     total = torch.sum(counted)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar, overload
 
+import torch
 from torch import nn
 
 from autodiff.graph import Refusal
@@ -140,7 +141,9 @@ class CompiledStep:
         self._used: _Runner | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the step on these arguments."""
+        """Run the step on these arguments; inside another compiled function, be a part of it."""
+        if torch.compiler.is_dynamo_compiling():
+            return self._target(*args, **kwargs)
         runner = self._runner()
         if runner is None:
             return self._target(*args, **kwargs)

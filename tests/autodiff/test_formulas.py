@@ -213,3 +213,19 @@ def test_equal_layers_are_traced_once(monkeypatch: pytest.MonkeyPatch) -> None:
     tg = training_graph(fn, [torch.randn(4, 8)], [0])
     decompose(tg, table)
     assert len(calls) == 1
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
+def test_a_target_that_is_no_class_makes_the_loss_nan(reduction: str, weighted: bool) -> None:
+    """ATen stops the program; a compiled loss must not go on as if the row were ignored."""
+    weight = torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0]) if weighted else None
+    number = ("none", "mean", "sum").index(reduction)
+    x = torch.randn(4, 5).log_softmax(1)
+    right = torch.tensor([1, -100, 4, 0])
+    loss, _ = formulas.nll_loss_forward(x, right, weight, number, -100)
+    torch.testing.assert_close(loss, F.nll_loss(x, right, weight, reduction=reduction))
+    for wrong in (5, -1):
+        target = torch.tensor([1, -100, wrong, 0])
+        loss, _ = formulas.nll_loss_forward(x, target, weight, number, -100)
+        assert loss.isnan().tolist() == ([False, False, True, False] if number == 0 else True)

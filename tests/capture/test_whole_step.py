@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -283,3 +284,39 @@ def test_one_eager_step_before_the_first_call(recorder) -> None:
     other = nn.Sequential(nn.Linear(8, 8), nn.ReLU())
     compiled = torch.compile(other, backend="eager", fullgraph=True)
     torch.testing.assert_close(compiled(data[0]), other(data[0]))
+
+
+def test_threads_take_turns(recorder) -> None:
+    """Steps of their own, and one step from two threads: what a call changes is the process's."""
+    models = [nn.Linear(8, 4) for _ in range(3)]
+    twins = copy.deepcopy(models)
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in models]
+    shared = [0, 1, 2, 2]
+    wholes = [
+        WholeStep(train_step(m, o), recorder, max_plans=4, keep_gradients=False)
+        for m, o in zip(models, optimizers, strict=True)
+    ]
+    data = batch()
+    failures: list[BaseException] = []
+
+    def work(which: int) -> None:
+        try:
+            for _ in range(3):
+                run(wholes[which], *data)
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=work, args=(which,)) for which in shared]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures
+    for which in shared:
+        eager = train_step(twins[which], torch.optim.SGD(twins[which].parameters(), lr=0.1))
+        for _ in range(3):
+            eager(*data)
+    for model, twin in zip(models, twins, strict=True):
+        assert_same_state(model, twin)
+    assert all("step" not in vars(o) for o in optimizers)
+    assert not torch._dynamo.config.trace_autograd_ops

@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, fx
@@ -85,31 +86,40 @@ def any_global_module_hooks() -> bool:
 # -- Dynamo ---------------------------------------------------------------------------------------
 
 
+CALLS = threading.RLock()
+"""Held while a compiled call may trace: what is changed for its length belongs to the process."""
+
+
 class DynamoSettings:
     """Dynamo's configuration for the length of one call, cheap enough for every call.
 
     `torch._dynamo.config.patch`, and even plain assignment, cost more than a small step's launch.
+    Other threads' calls wait, as the configuration is theirs too.
     """
 
-    __slots__ = ("_apply", "_revert")
+    __slots__ = ("_apply", "_reverts")
+    depth: ClassVar[int] = 0
 
     def __init__(self, **wanted: Any) -> None:
         self._apply = torch._dynamo.config._make_closure_patcher(**wanted)
-        self._revert: Callable[[], None] | None = None
+        self._reverts: list[Callable[[], None]] = []
 
     def __enter__(self) -> None:
-        self._revert = self._apply()
+        CALLS.acquire()
+        DynamoSettings.depth += 1
+        self._reverts.append(self._apply())
         SideEffects.load_attr = _load_attr
         builder.make_dupe_guard = _same_object_guard
         guards.is_from_optimizer_source = _nowhere
 
     def __exit__(self, *_: object) -> None:
-        assert self._revert is not None
-        SideEffects.load_attr = _STOCK_LOAD_ATTR
-        builder.make_dupe_guard = _STOCK_DUPE_GUARD
-        guards.is_from_optimizer_source = _STOCK_OPTIMIZER_SOURCE
-        self._revert()
-        self._revert = None
+        DynamoSettings.depth -= 1
+        if not DynamoSettings.depth:  # a region's user code may call another compiled step
+            SideEffects.load_attr = _STOCK_LOAD_ATTR
+            builder.make_dupe_guard = _STOCK_DUPE_GUARD
+            guards.is_from_optimizer_source = _STOCK_OPTIMIZER_SOURCE
+        self._reverts.pop()()
+        CALLS.release()
 
 
 _STOCK_LOAD_ATTR = SideEffects.load_attr

@@ -180,18 +180,23 @@ class WholeStep:
 
     def ready(self, args: Sequence[Any]) -> bool:
         """Check what must hold before this call; a failure is recorded in `refusal`."""
-        if self.found is None or not self.found.optimizers:
-            self.found = find_objects(self.target, args)
-        if self.refusal is None:
-            admitted = admit_whole_step(self.found)
-            if isinstance(admitted, Refusal):
-                self.refusal = admitted
-            else:
-                self._handles = admitted
+        with compat.CALLS:  # another thread's call has replaced the methods that are looked at
+            if self.found is None or not self.found.optimizers:
+                self.found = find_objects(self.target, args)
+            if self.refusal is None:
+                admitted = admit_whole_step(self.found)
+                if isinstance(admitted, Refusal):
+                    self.refusal = admitted
+                else:
+                    self._handles = admitted
         return self.refusal is None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run one step; raises CaptureRefused, with nothing changed, when it can't be captured."""
+        with compat.CALLS:  # other threads must not meet swapped methods
+            return self._call(args, kwargs)
+
+    def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         swaps = [self._swap(handle) for handle in self._handles]
         self._swapped[:] = swaps
         result: Any = None
@@ -210,7 +215,7 @@ class WholeStep:
                 swap.__exit__()
         if refusal is not None:
             if self._met_optimizers(args, kwargs):
-                return self(*args, **kwargs)
+                return self._call(args, kwargs)
             self.refusal = refusal
             raise CaptureRefused(refusal.reason, refusal.where) from cause
         for swap in swaps:
@@ -272,7 +277,12 @@ class WholeStep:
             facts.append(input_fact(node.name, value, static, names.get(id(value))))
             values.append(value)
         program = self._build(lift(gm, facts, values, "whole_step"))
-        leaves = [i for i, v in enumerate(values) if isinstance(v, Tensor) and v.requires_grad]
+        admitted = {id(p) for handle in self._handles for p in handle.params}
+        leaves = [
+            i
+            for i, value in enumerate(values)
+            if isinstance(value, Tensor) and value.requires_grad and id(value) not in admitted
+        ]
 
         def unhooked(args: list[Any]) -> Any:
             if compat.any_parameter_hooks([args[i] for i in leaves]):
