@@ -115,6 +115,18 @@ def test_eager_steps_and_loaded_state_are_seen() -> None:
     assert handle.tensor(0, "step").item() == 1
 
 
+def test_a_replaced_step_counter_is_seen() -> None:
+    param = torch.nn.Parameter(torch.randn(4))
+    optimizer = torch.optim.AdamW([param], lr=0.1)
+    handle = handle_for(optimizer)
+    apply_template(handle, 0, torch.randn(4))
+    optimizer.state[param]["step"] = torch.tensor(7.0)
+    handle.before_step()
+    assert handle.tensor(0, "step").item() == 7
+    apply_template(handle, 0, torch.randn(4))
+    assert optimizer.state_dict()["state"][0]["step"] == 8
+
+
 def test_changed_options_make_a_new_handle() -> None:
     param = torch.nn.Parameter(torch.randn(4))
     optimizer = torch.optim.AdamW([param], lr=0.1)

@@ -75,6 +75,7 @@ class UpdateHandle:
         self._steps: dict[torch.device, Tensor] = {}
         self._steps_stale = True
         self._visible_steps: list[tuple[Tensor, list[int]]] = []
+        self._views: list[tuple[dict[str, Any], Tensor]] = []
         self._versions: list[int] = []
         self._advances: dict[tuple[int, ...], list[tuple[Tensor, Tensor | int]]] = {}
         self._templates: dict[object, UpdateTemplate] = {}
@@ -201,11 +202,14 @@ class UpdateHandle:
                 values[index] = float(step)
                 found.setdefault((step.device, step.dtype), []).append(index)
         self._visible_steps.clear()
+        self._views.clear()
         self._advances.clear()
         for (device, dtype), indices in found.items():
             vector = torch.tensor([values[i] for i in indices], dtype=dtype, device=device)
             for position, index in enumerate(indices):
-                state[self.params[index]]["step"] = vector[position]
+                entries, view = state[self.params[index]], vector[position]
+                entries["step"] = view
+                self._views.append((entries, view))
             self._visible_steps.append((vector, indices))
         for vector in self._steps.values():
             vector.copy_(torch.tensor(values))
@@ -220,8 +224,17 @@ class UpdateHandle:
             self._refresh_scalar(key)
         if not self._steps:
             return
-        if self._steps_stale or self._versions != [v._version for v, _ in self._visible_steps]:
-            self._refresh_steps()  # the user, or torch, wrote to the counters
+        if self._steps_stale or self._steps_changed():
+            self._refresh_steps()
+
+    def _steps_changed(self) -> bool:
+        """Whether the user, or torch, wrote to a visible step counter or put another in place."""
+        if self._versions != [vector._version for vector, _ in self._visible_steps]:
+            return True
+        for entries, view in self._views:
+            if entries.get("step") is not view:
+                return True
+        return False
 
     def after_step(self, indices: tuple[int, ...]) -> None:
         """Advance the visible step counters after a kernel advanced the device's.
