@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
+from autodiff.compare import rmse
 from autodiff.graph import InputKind, TrainingGraph
 from tests.runtime.graphs import plan_of, randn, trace
 from trainfuse.capture.optimizers import UpdateHandle, handle_for
@@ -293,6 +294,22 @@ def test_inductor_compiles_each_phase_as_one_graph() -> None:
     assert "aten." not in plan.source
     for _ in range(2):
         torch.testing.assert_close(plan(list(args)), list(block(*args)))
+
+
+@pytest.mark.parametrize("rows", [768, 769, 8])  # 769 is prime, 8 is short
+@pytest.mark.parametrize("keepdim", [False, True])
+def test_a_long_column_sum_is_as_exact_as_atens(rows: int, keepdim: bool) -> None:
+    """A bias gradient: Inductor's C++ would add the rows one after the other."""
+
+    def total(x: Tensor) -> Tensor:
+        return torch.sin(x).sum([0], keepdim)
+
+    x = randn(rows, 512)
+    plan = Plan(trace(total, [x], backward_from=0), None, {}, {}, RuntimeOptions("inductor"))
+    (ours,) = plan([x])
+    eager, exact = total(x), total(x.double())
+    assert ours.shape == eager.shape
+    assert rmse(ours, exact) <= 2 * rmse(eager, exact)
 
 
 def test_without_a_compiler_inductor_becomes_aten_with_one_line(
