@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import os
 import subprocess
@@ -225,6 +226,21 @@ def test_the_demo_ends_with_one_json_line(monkeypatch: pytest.MonkeyPatch) -> No
     assert found["gate"] == "pass"
     assert min(found[name] for name in ("eager_ms", "torch_compile_ms", "trainfuse_ms")) > 0
     assert min(found["groups_forward"], found["groups_backward"]) > 0
+
+
+def test_a_folder_of_that_name_does_not_hide_the_package(tmp_path: Path) -> None:
+    """A script beside a clone: an editable install must not be found after the clone's folder."""
+    try:
+        importlib.metadata.distribution("trainfuse")
+    except importlib.metadata.PackageNotFoundError:
+        pytest.skip("trainfuse is not installed here")
+    (tmp_path / "trainfuse").mkdir()
+    code = "import importlib.util as u; print(u.find_spec('trainfuse').origin)"
+    variables = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
+    found = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, env=variables
+    )
+    assert found.stdout.strip().endswith("__init__.py"), found.stdout + found.stderr
 
 
 def test_a_figure_that_could_not_be_had_is_null() -> None:
