@@ -61,3 +61,26 @@ def test_a_region_s_own_code_calls_a_compiled_step():
         return [(seen(compiled(*batch(i))), state_of(model)) for i in range(3)]
 
     assert_like_eager(scenario, "eager")
+
+
+def test_a_step_with_a_break_that_is_mended_is_captured_whole():
+    """Dynamo marks what an optimizer holds when it compiles its step; the mark stays."""
+
+    def scenario(compile_):
+        model = small_model()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+        def broken(x, y):
+            optimizer.zero_grad()
+            loss = functional.cross_entropy(model(x), y)
+            torch._dynamo.graph_break()
+            loss.backward()
+            optimizer.step()
+            return loss.detach()
+
+        steps = compile_(broken), compile_(ordinary(model, optimizer))
+        return [(seen(step(*batch(i))), state_of(model)) for i, step in enumerate(steps)]
+
+    broken, mended = assert_like_eager(scenario, "eager")
+    assert broken.explain().capture == "regions"
+    assert mended.explain().capture == "whole_step"

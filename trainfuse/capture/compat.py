@@ -94,20 +94,23 @@ class DynamoSettings:
     """Dynamo's configuration for the length of one call, cheap enough for every call.
 
     `torch._dynamo.config.patch`, and even plain assignment, cost more than a small step's launch.
-    Other threads' calls wait, as the configuration is theirs too.
+    Other threads' calls wait, as the configuration is theirs too. parameters_are_inputs: also those
+    that Dynamo would put into the graph, since it has met them in an optimizer.
     """
 
-    __slots__ = ("_apply", "_reverts")
+    __slots__ = ("_apply", "_mark", "_reverts")
     depth: ClassVar[int] = 0
 
-    def __init__(self, **wanted: Any) -> None:
+    def __init__(self, *, parameters_are_inputs: bool = False, **wanted: Any) -> None:
         self._apply = torch._dynamo.config._make_closure_patcher(**wanted)
-        self._reverts: list[Callable[[], None]] = []
+        self._mark = _mark_of_no_parameter if parameters_are_inputs else _STOCK_MARK
+        self._reverts: list[tuple[Callable[[], None], Callable[[Any], Any]]] = []
 
     def __enter__(self) -> None:
         CALLS.acquire()
         DynamoSettings.depth += 1
-        self._reverts.append(self._apply())
+        self._reverts.append((self._apply(), builder.get_static_address_type))
+        builder.get_static_address_type = self._mark
         SideEffects.load_attr = _load_attr
         builder.make_dupe_guard = _same_object_guard
         guards.is_from_optimizer_source = _nowhere
@@ -118,8 +121,21 @@ class DynamoSettings:
             SideEffects.load_attr = _STOCK_LOAD_ATTR
             builder.make_dupe_guard = _STOCK_DUPE_GUARD
             guards.is_from_optimizer_source = _STOCK_OPTIMIZER_SOURCE
-        self._reverts.pop()()
+        revert, builder.get_static_address_type = self._reverts.pop()
+        revert()
         CALLS.release()
+
+
+_STOCK_MARK = builder.get_static_address_type
+
+
+def _mark_of_no_parameter(tensor: Any) -> Any:
+    """Dynamo's mark of tensors that keep their address, without the parameters'.
+
+    A parameter that it marks "guarded", when it compiles an optimizer's own step, becomes an
+    attribute of later graphs; a backward() that is traced finds only inputs, and would do nothing.
+    """
+    return None if isinstance(tensor, torch.nn.Parameter) else _STOCK_MARK(tensor)
 
 
 _STOCK_LOAD_ATTR = SideEffects.load_attr

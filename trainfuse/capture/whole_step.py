@@ -169,6 +169,7 @@ class WholeStep:
             self._code, backend=self._backend, fullgraph=True, dynamic=False
         )
         self._settings = compat.DynamoSettings(
+            parameters_are_inputs=True,
             trace_autograd_ops=True,
             recompile_limit=max_plans,
             accumulated_recompile_limit=1 << 20,
