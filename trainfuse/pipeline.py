@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
 from torch import fx
 
 from autodiff.creations import detach_creations
@@ -39,7 +40,7 @@ from trainfuse.fusion.plan import FusionOptions, FusionPlan
 from trainfuse.fusion.rewrites.row_statistics import recompute_from_statistics
 from trainfuse.fusion.rewrites.update_casts import fold_update_casts
 from trainfuse.fusion.rewrites.weight_casts import batch_weight_casts
-from trainfuse.runtime.cache import shared_cache
+from trainfuse.runtime.cache import KernelCache, shared_cache
 from trainfuse.runtime.choice import choose_backend, device_of, target_of
 from trainfuse.runtime.fallback import Boundary
 from trainfuse.runtime.gate import Gate
@@ -258,6 +259,11 @@ class Builder:
         self.plans: list[PlanRecord] = []
         self._stop_at_plan = False
         self._boundary = Boundary(allowed=settings.fallback)
+        if torch.cuda.is_available() and settings.chosen_backend in (None, "triton"):
+            self._cache().start_workers()
+
+    def _cache(self) -> KernelCache:
+        return shared_cache(self.settings.cache_dir, os.cpu_count() or 1)
 
     @contextlib.contextmanager
     def plan_only(self) -> Iterator[type[PlanOnly]]:
@@ -337,7 +343,7 @@ class Builder:
         return RuntimeOptions(
             backend=facts.backend,
             arch=facts.target.arch,
-            cache=shared_cache(self.settings.cache_dir, os.cpu_count() or 1) if ours else None,
+            cache=self._cache() if ours else None,
             gate=GATE if ours and self.settings.verify != "off" else None,
             boundary=self._boundary,
             fma=self.settings.fma,

@@ -240,3 +240,25 @@ def test_plans_of_many_sizes_share_one_pool() -> None:
     # each plan keeps its input buffer; temporaries of all of them live in the largest one's
     buffers = sum(size << 20 for size in range(64, 8, -8))
     assert torch.cuda.memory_reserved() - start < buffers + 3.5 * (64 << 20)
+
+
+def test_a_graph_outlives_torchs_blas_workspaces(cache: KernelCache) -> None:
+    """Lightning clears every workspace, and empties the cache, whenever a Trainer sets up a GPU.
+
+    A graph that had captured a workspace of torch's would write to memory that is gone.
+    """
+
+    def step(x: Tensor, w: Tensor) -> Tensor:
+        return (x @ w).sin() @ w.t()
+
+    x, w = rand(256, 4096), rand(4096, 512)
+    plan = Plan(trace(step, [x, w]), None, {}, {}, RuntimeOptions("eager"), cuda_graph="require")
+    for _ in range(3):
+        plan([x, w])
+    torch._C._cuda_clearCublasWorkspaces()
+    torch.cuda.empty_cache()
+    other = [rand(1 << 20) for _ in range(64)]
+    for _ in range(3):
+        torch.testing.assert_close(plan([x, w])[0], step(x, w))
+    assert all(torch.isfinite(o).all() for o in other)
+    assert plan.stats.captures == 1

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +13,7 @@ from pathlib import Path
 import pytest
 import triton
 
+from trainfuse.runtime import compile_worker
 from trainfuse.runtime.cache import KernelCache, KernelCompileError, Variant, why_unsafe
 from trainfuse.runtime.workers import WorkerPool
 
@@ -211,3 +214,31 @@ def test_without_fma_products_and_sums_round_separately(tmp_path: Path) -> None:
         {"FFMA": True, "FMUL": False, "FADD": False},
         {"FFMA": False, "FMUL": True, "FADD": True},
     ]
+
+
+def test_launchers_are_built_where_the_launching_process_looks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Triton 3.8 brings one launcher for all: nothing is built there."""
+    driver = pytest.importorskip("triton.backends.nvidia.driver")
+    monkeypatch.setattr(driver, "library_dirs", lambda: [], raising=False)
+    monkeypatch.setattr(driver, "libraries", [], raising=False)  # there is no libcuda here
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "scratch"))
+    wanted = tmp_path / "wanted"
+    with contextlib.suppress(ImportError):  # without the driver it is built, but can't be loaded
+        compile_worker.build_launcher(5, str(wanted))
+    built = list(wanted.rglob("__triton_launcher*"))
+    assert bool(built) is hasattr(driver, "make_launcher")
+    assert os.environ["TRITON_CACHE_DIR"] == str(tmp_path / "scratch")
+    assert not (tmp_path / "scratch").exists()
+
+
+def test_workers_started_ahead_take_jobs() -> None:
+    pool = WorkerPool(2)
+    try:
+        pool.start()
+        pool.start()
+        errors, _ = pool.run([{"source": "/nowhere/kernel.py"}] * 2, timeout_s=60)
+        assert all(error is not None and "kernel" in error for error in errors)
+    finally:
+        pool.close()

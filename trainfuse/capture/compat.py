@@ -345,3 +345,20 @@ def compiled_call(module: torch.nn.Module) -> Any:
 def over_budget(error: BaseException) -> bool:
     """Whether Dynamo stopped because a frame has as many plans as it may have."""
     return isinstance(error, torch._dynamo.exc.FailOnRecompileLimitHit)
+
+
+# -- CUDA graphs ----------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def own_blas_workspaces() -> Iterator[None]:
+    """Let a capture take its cuBLAS workspaces from the graph's own memory pool.
+
+    A workspace from before the capture belongs to torch, which may free it while the graph still
+    writes to it: Lightning clears all workspaces whenever a Trainer sets up its GPU.
+    """
+    torch._C._cuda_clearCublasWorkspaces()
+    try:
+        yield
+    finally:
+        torch._C._cuda_clearCublasWorkspaces()

@@ -163,7 +163,13 @@ class KernelCache:
             return []
         counts = {len(variant.types) for variant in variants} - self._launchers
         self._launchers |= counts
-        return [{"launcher": count} for count in sorted(counts)]
+        from triton import knobs
+
+        return [{"launcher": n, "folder": knobs.cache.dir} for n in sorted(counts)]
+
+    def start_workers(self) -> None:
+        """Start compiling processes ahead of the first kernels: while a step is still traced."""
+        shared_pool(self.workers).start()
 
     # -- compiled objects ---------------------------------------------------------------------
 

@@ -58,24 +58,32 @@ def compile_kernel(job: dict[str, Any]) -> None:
     write_atomically(folder / f"{job['stem']}.json", metadata.read_bytes())
 
 
-def build_launcher(num_parameters: int) -> None:
-    """Build Triton's C launcher for kernels of so many pointers into Triton's own cache.
+def build_launcher(num_parameters: int, folder: str) -> None:
+    """Build Triton's C launcher for kernels of so many pointers, into the launching process' cache.
 
-    Up to 3.7 Triton compiles one in the process that launches, with the C compiler, a good part of
-    a second each; later versions bring one that serves all.
+    folder: where that process' Triton looks. Up to 3.7 Triton compiles a launcher in the process
+    that launches, a good part of a second each; later versions bring one that serves all.
     """
     from triton.backends.nvidia import driver
 
     if not hasattr(driver, "make_launcher"):
         return
     source = driver.make_launcher({}, dict.fromkeys(range(num_parameters), "*i8"), None)
-    driver.compile_module_from_src(
-        src=source,
-        name="__triton_launcher",
-        library_dirs=driver.library_dirs(),
-        include_dirs=driver.include_dirs,
-        libraries=driver.libraries,
-    )
+    own = os.environ.get("TRITON_CACHE_DIR")
+    os.environ["TRITON_CACHE_DIR"] = folder
+    try:
+        driver.compile_module_from_src(
+            src=source,
+            name="__triton_launcher",
+            library_dirs=driver.library_dirs(),
+            include_dirs=driver.include_dirs,
+            libraries=driver.libraries,
+        )
+    finally:
+        if own is None:
+            del os.environ["TRITON_CACHE_DIR"]
+        else:
+            os.environ["TRITON_CACHE_DIR"] = own
 
 
 def write_atomically(path: Path, data: bytes) -> None:
@@ -96,10 +104,12 @@ def serve() -> None:
         replies.flush()
 
     sys.excepthook = lambda kind, problem, _: answer(f"{kind.__name__}: {problem}")
+    import triton.compiler  # noqa: F401 -- a second, better spent before the first job comes
+
     for line in sys.stdin:
         job = json.loads(line)
         if "launcher" in job:
-            build_launcher(job["launcher"])
+            build_launcher(job["launcher"], job["folder"])
         else:
             compile_kernel(job)
         answer(None)

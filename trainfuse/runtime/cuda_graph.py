@@ -13,6 +13,7 @@ from torch import Tensor, fx
 
 from autodiff import ops
 from autodiff.graph import TrainingGraph
+from trainfuse.capture import compat
 
 _SYNCHRONISING = frozenset({"nonzero", "_local_scalar_dense", "masked_select", "_unique2"})
 _INDEXING = frozenset({"index", "index_put", "_index_put_impl", "_unsafe_index"})
@@ -216,7 +217,7 @@ class Replay:
         self._inputs = inputs
         self.addresses = self._addresses(args)
         self._graph = torch.cuda.CUDAGraph()
-        with _undone_on_failure(stream.device.index):
+        with _undone_on_failure(stream.device.index), compat.own_blas_workspaces():
             # thread_local: a data loader's thread may allocate meanwhile
             with torch.cuda.graph(
                 self._graph,
