@@ -108,13 +108,13 @@ class Explanation:
 
     def _rendered(self, limit: int | None) -> Group:
         parts: list[Any] = [Panel(self._headline(), title="trainfuse", title_align="left")]
-        parts.append(_phase_table(self))
+        parts += ["", _phase_table(self)]
         if self.groups:
-            parts.append(_group_table(self.groups, limit))
+            parts += ["", _group_table(self.groups, limit)]
         if self.aten_nodes:
-            parts.append(_aten_table(self.aten_nodes, limit))
+            parts += ["", _aten_table(self.aten_nodes, limit)]
         if self.refusals:
-            parts.append(_refusal_table(self.refusals, limit))
+            parts += ["", _refusal_table(self.refusals, limit)]
         return Group(*parts)
 
     def _headline(self) -> Text:
@@ -146,10 +146,8 @@ def _subgraph_line(subgraphs: Sequence[SubgraphRow]) -> str:
 
 
 def _phase_table(explanation: Explanation) -> Table:
-    table = Table(title="phases", title_justify="left", title_style="bold", box=None)
-    table.add_column("phase")
-    for name in ("groups", "nodes fused", "nodes left ATen", "bytes moved by groups"):
-        table.add_column(name, justify="right")
+    numbers = ("groups", "nodes fused", "nodes left ATen", "bytes moved by groups")
+    table = _table("phases", ("phase", *numbers), numbers)
     for phase in PHASES:
         groups = [group for group in explanation.groups if group.phase == phase]
         left = sum(node.phase == phase for node in explanation.aten_nodes)
@@ -164,12 +162,26 @@ def _phase_table(explanation: Explanation) -> Table:
     return table
 
 
+_LEAST_WIDTH = {"operators": 14, "from": 12}
+"""In 80 columns, `scalar_tensor,` and `train.py:85,` stay in one piece."""
+
+
 def _table(title: str, columns: Sequence[str], right: Sequence[str] = ()) -> Table:
     table = Table(
-        title=title, title_justify="left", title_style="bold", box=None, header_style="dim"
+        title=title,
+        title_justify="left",
+        title_style="bold",
+        box=None,
+        header_style="dim",
+        pad_edge=False,
     )
     for name in columns:
-        table.add_column(name, justify="right" if name in right else "left", overflow="fold")
+        table.add_column(
+            name,
+            justify="right" if name in right else "left",
+            overflow="fold",
+            min_width=_LEAST_WIDTH.get(name),
+        )
     return table
 
 
@@ -183,6 +195,7 @@ def _more(table: Table, shown: int, total: int) -> Table:
 def _group_table(groups: Sequence[GroupRow], limit: int | None) -> Table:
     columns = ("group", "times", "schedule", "operators", "from", "bytes", "kernel")
     table = _table("fused", columns, ("times", "bytes"))
+    table.padding = (0, 1, 0, 0)  # seven columns in 80: no more than one space between them
     alike: dict[tuple[Any, ...], list[GroupRow]] = {}
     for group in groups:
         same = (group.phase, group.kernel or op_summary(group.nodes), group.bytes)

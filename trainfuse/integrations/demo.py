@@ -103,6 +103,7 @@ def run(steps: int | None, console: Console) -> DemoResult:
     x, y = next(stream)
     explanation = compiled.explain(x, y)
     explanation.print(console, groups=12)
+    console.print()
     ratio = _gradient_ratio(config, device, console)
     times, torch_compile_s = _race(compiled, config, device, stream, console)
     stats = compiled.stats()
@@ -217,7 +218,10 @@ def _bind(step: Step, x: Tensor, y: Tensor) -> Callable[[], Any]:
 def _print_times(
     times: dict[str, Timing], first_call_s: float, torch_compile_s: float, console: Console
 ) -> None:
-    table = Table(title="one whole step", title_justify="left", title_style="bold", box=None)
+    console.print()
+    table = Table(
+        title="one whole step", title_justify="left", title_style="bold", box=None, pad_edge=False
+    )
     table.add_column("")
     for column in ("median ms", "spread ms", "against eager", "first call s"):
         table.add_column(column, justify="right")
