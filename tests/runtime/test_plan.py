@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
+import trainfuse
 from autodiff.compare import rmse
 from autodiff.graph import InputKind, TrainingGraph
 from tests.runtime.graphs import plan_of, randn, trace
@@ -310,6 +311,26 @@ def test_a_long_column_sum_is_as_exact_as_atens(rows: int, keepdim: bool) -> Non
     eager, exact = total(x), total(x.double())
     assert ours.shape == eager.shape
     assert rmse(ours, exact) <= 2 * rmse(eager, exact)
+
+
+def test_a_step_that_returns_a_number_is_compiled_without_a_complaint(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    model = nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step(x: Tensor) -> float:
+        optimizer.zero_grad()
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        return loss.item()
+
+    compiled = trainfuse.compile(step, backend="inductor", fallback=False)
+    losses = [compiled(torch.ones(3, 4)) for _ in range(3)]
+    assert losses[0] > losses[1] > losses[2]
+    assert compiled.explain().capture == "whole_step"
+    assert not [r for r in caplog.records if "Inductor can't" in r.getMessage()]
 
 
 def test_without_a_compiler_inductor_becomes_aten_with_one_line(

@@ -23,6 +23,11 @@ _log = get_logger("program")
 _OPTIONS = {"config_patches": {"fallback_random": True, "triton.cudagraphs": False}}
 """Random operators stay ATen, so that the masks are eager's; replay is the plan's business."""
 
+_READS_A_NUMBER = (
+    torch.ops.aten._local_scalar_dense.default,
+    torch.ops.aten.scalar_tensor.default,
+)
+"""All that a `return loss.item()` leaves behind the update; Inductor takes no such graph."""
 _MANY_ROWS = 64  # a shorter sum in order is as close as a cascade
 
 
@@ -75,7 +80,7 @@ def _ends(tg: TrainingGraph, before: fx.Node, node: fx.Node) -> bool:
 def worth_compiling(segment: Segment) -> bool:
     """Whether a segment computes anything, and only hands over plain tensors."""
     plain = all(isinstance(n.meta.get("val"), Tensor) for n in (*segment.inputs, *segment.outputs))
-    return plain and not all(is_view(n) for n in segment.nodes)
+    return plain and not all(is_view(n) or n.target in _READS_A_NUMBER for n in segment.nodes)
 
 
 def segment_module(tg: TrainingGraph, segment: Segment) -> fx.GraphModule:
@@ -168,7 +173,7 @@ def compile_segment(tg: TrainingGraph, segment: Segment, boundary: Boundary) -> 
         if not boundary.allowed:
             boundary.record(key, _failure(segment, result))
         hint = ": no C++ compiler (install g++)" if "Compiler" in result else f": {result}"
-        line = f"Inductor can't compile here{hint}; the step runs as plain ATen"
+        line = f"Inductor can't compile here{hint}; those parts of the step run as plain ATen"
         say_once("fallback", f"inductor {hint}", line)
         return None
     _log.info("compiled %s with Inductor, %d nodes", segment.name, len(segment.nodes))
