@@ -99,7 +99,7 @@ class NotCompilable(OptionError):
     """A target of `compile` that is neither a module nor a function."""
 
     message = "trainfuse.compile takes a train step, a module or a function, not {kind}"
-    fix = "pass the function or the module itself, not its result"
+    fix = "pass the function or the module itself: not its result, its class or its optimizer"
 
 
 class CaptureError(TrainfuseError):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import logging
 import shutil
 import subprocess
 import sys
@@ -192,6 +193,8 @@ def _names(module: ModuleType) -> str:
 
 def main() -> None:
     """Run a command; a user's mistake is a message and exit code 2, not a traceback."""
+    # torch says so wherever the CUDA toolkit is installed and a GPU is not; doctor says it better
+    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
     try:
         app(prog_name="python -m trainfuse")
     except TrainfuseError as error:
