@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from trainfuse.pipeline import PlanRecord, State
 
 _FREE = frozenset({"view", "creation"})
-_NO_PLAN = "nothing was planned yet"
+_NO_PLAN = "decided when the step runs"
 
 
 def gather(plans: Sequence[PlanRecord], refusals: Sequence[Refusal], backend: str) -> Explanation:
