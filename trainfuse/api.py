@@ -140,6 +140,11 @@ class CompiledStep:
         self._last: tuple[Settings, _Runner] | None = None
         self._used: _Runner | None = None
 
+    def __repr__(self) -> str:
+        name = getattr(self._target, "__qualname__", type(self._target).__name__)
+        kinds = [plan.kind.replace("_", " ") for plan in self.plans]
+        return f"<trainfuse.CompiledStep of {name}, plans: {', '.join(kinds) or 'none yet'}>"
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the step on these arguments; inside another compiled function, be a part of it."""
         if torch.compiler.is_dynamo_compiling():
