@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from lightning_helpers import BATCHES, Net, Recorder, fit, fresh, fusion, pl, pl_loggers, said
 
 from trainfuse.errors import OptionError
+from trainfuse.integrations import lightning_progress
 from trainfuse.lightning import FusionCallback
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
@@ -195,3 +196,42 @@ def test_the_other_tree() -> None:
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == ["whole_step", "1", "3"]
+
+
+class Reader(pl.Callback):
+    """Reads the progress bar's values after batch 2, and once training has ended."""
+
+    def __init__(self) -> None:
+        self.conversions: list[int] = []
+        self.read: list[dict[str, Any]] = []
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        if trainer.global_step == 2:
+            self.read.append(dict(trainer.progress_bar_metrics))
+
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        self.read.append(dict(trainer.progress_bar_metrics))
+
+
+def test_progress_bar_values_reach_the_host_when_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A number for each step is a wait for the GPU at each step; the numbers are Lightning's."""
+    results = sys.modules[f"{pl.__name__}.trainer.connectors.logger_connector.result"]
+    convert, count = results.convert_tensors_to_scalars, [0]
+
+    def counted(value: Any) -> Any:
+        count[0] += 1
+        return convert(value)
+
+    monkeypatch.setattr(results, "convert_tensors_to_scalars", counted)
+    readers, counts = [], []
+    for callbacks in ([], [fusion()]):
+        count[0] = 0
+        readers.append(Reader())
+        trainer = fit(fresh(), *callbacks, readers[-1])
+        counts.append(count[0])
+        assert not isinstance(trainer._logger_connector, lightning_progress._Late)
+        readers[-1].read.append(dict(trainer.progress_bar_metrics))
+    assert readers[0].read == readers[1].read
+    assert all(isinstance(v, float) for values in readers[1].read for v in values.values())
+    assert len(readers[1].read[1]) == 2  # of the step and of the epoch
+    assert counts[1] <= counts[0] - BATCHES + 3

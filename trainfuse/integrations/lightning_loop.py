@@ -20,7 +20,7 @@ import torch
 
 from trainfuse import api
 from trainfuse.errors import CaptureError, CudaGraphUnavailable
-from trainfuse.integrations import lightning_verdict
+from trainfuse.integrations import lightning_progress, lightning_verdict
 from trainfuse.integrations.lightning_step import (
     GATE_REASONS,
     LogCapture,
@@ -162,12 +162,14 @@ class FusedLoop:
 
     def install(self) -> None:
         """Take over the loop's `run` and `training_step` calls."""
+        lightning_progress.delay(self.trainer)
         vars(self._loop).update(run=self.run, _training_step=self.training_step)
 
     def close(self) -> None:
         """Give the loop back and free the plans. Harmless when called again."""
         for name in ("run", "_training_step"):
             vars(self._loop).pop(name, None)
+        lightning_progress.restore(self.trainer)
         for compiled in self.compiled:
             compiled.close()
 
