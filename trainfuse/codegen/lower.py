@@ -12,6 +12,7 @@ from torch import fx
 from autodiff.graph import Refusal
 from trainfuse.codegen import triton_lib
 from trainfuse.codegen.builder import Group
+from trainfuse.codegen.choices import MODEL, Choice
 from trainfuse.codegen.ir import GroupKernel, Launch, Module
 from trainfuse.codegen.schedules import column, full, pointwise, row, row_column
 from trainfuse.codegen.targets import CodegenOptions, Target
@@ -20,7 +21,7 @@ from trainfuse.codegen.triton_printer import print_module
 from trainfuse.fusion.domains import DomainKind, infer
 from trainfuse.fusion.plan import FusionGroup
 
-Schedule = Callable[[Group, Target, CodegenOptions], Module]
+Schedule = Callable[[Group, Target, CodegenOptions, Choice], Module]
 SCHEDULES: dict[DomainKind, Schedule] = {
     "pointwise": pointwise.build,
     "row": row.build,
@@ -31,14 +32,18 @@ SCHEDULES: dict[DomainKind, Schedule] = {
 
 
 def lower(
-    group: Group, target: Target, options: CodegenOptions | None = None
+    group: Group,
+    target: Target,
+    options: CodegenOptions | None = None,
+    choice: Choice = MODEL,
 ) -> GroupKernel | Refusal:
     """The kernel of a group for a target, or why it has none.
 
-    Pure: equal groups give equal text, hence equal keys.
+    choice: knobs to set by hand; those of `choices` are worth a try. Pure: equal groups give equal
+    text, hence equal keys.
     """
     try:
-        module = SCHEDULES[group.domain.kind](group, target, options or CodegenOptions())
+        module = SCHEDULES[group.domain.kind](group, target, options or CodegenOptions(), choice)
     except Unsupported as refusal:
         node = refusal.node
         return Refusal("codegen", refusal.reason, f"{node.name}: {node.target}")

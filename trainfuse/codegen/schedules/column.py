@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from trainfuse.codegen.builder import Group
+from trainfuse.codegen.choices import Choice
 from trainfuse.codegen.ir import Module
 from trainfuse.codegen.schedules import accumulate
 from trainfuse.codegen.schedules.common import describe, live_tiles, long, needed
@@ -20,14 +21,14 @@ FEW_COLUMNS = 4
 TILE_REGISTERS = 160
 
 
-def build(group: Group, target: Target, options: CodegenOptions) -> Module:
+def build(group: Group, target: Target, options: CodegenOptions, choice: Choice) -> Module:
     """Programs of [ROWS, COLUMNS] tiles walk the rows in strides; a tail adds their partials."""
     del options
     domain = group.domain
     width, total = domain.extent(domain.cols), domain.extent(domain.rows)
-    rows, block = tile_shape(group, target)
+    rows, block = tile_shape(group, target, choice)
     tiles = divide_up(width, block)
-    wanted = max(1, PROGRAMS_PER_SM * target.num_sms // tiles)
+    wanted = max(1, (choice.per_sm or PROGRAMS_PER_SM) * target.num_sms // tiles)
     slabs = min(wanted, divide_up(total, STEPS * rows), accumulate.MAX_PROGRAMS)
     row_mask = "row_mask" if total % rows else ""
     col_mask = "col_mask" if width % block else ""
@@ -47,20 +48,23 @@ def build(group: Group, target: Target, options: CodegenOptions) -> Module:
     if col_mask:
         prologue.append(("col_mask", "col < COLS"))
     doc = f"Sums over rows: {describe(group, needed(group))}."
-    plan = accumulate.Plan(slabs, rows, "column_kernel", doc, WARPS, tiles)
+    plan = accumulate.Plan(slabs, rows, "column_kernel", doc, choice.warps or WARPS, tiles)
     return accumulate.build(group, target, tile, plan, prologue)
 
 
-def tile_shape(group: Group, target: Target) -> tuple[int, int]:
+def tile_shape(group: Group, target: Target, choice: Choice) -> tuple[int, int]:
     """(rows, columns) of a tile: wide along the axis that is dense in memory."""
     domain = group.domain
     width, total = domain.extent(domain.cols), domain.extent(domain.rows)
     # Axes are numbered as the operands lie in memory, so the last one is the dense one.
     dense_rows = len(domain.sizes) - 1 in domain.rows
-    block = min(power_of_two(width), FEW_COLUMNS if dense_rows else COLUMNS)
+    columns = choice.block or (FEW_COLUMNS if dense_rows else COLUMNS)
+    block = min(power_of_two(width), columns)
     if target.interpreted:
         block = min(power_of_two(width), 2048)
         return min(max(1, 16384 // block), power_of_two(total)), block
+    if choice.rows:
+        return min(choice.rows, power_of_two(total)), block
     # Few columns idle the multiprocessors: take more slabs of rows, and taller tiles.
     rows = min(ROWS * max(1, COLUMNS // block), power_of_two(total))
     live = live_tiles(group) + len(domain.reduced)

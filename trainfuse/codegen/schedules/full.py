@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from trainfuse.codegen.builder import Group
+from trainfuse.codegen.choices import Choice
 from trainfuse.codegen.ir import Module
 from trainfuse.codegen.schedules import accumulate
 from trainfuse.codegen.schedules.common import describe, needed
@@ -13,20 +14,21 @@ BLOCK = 2048
 PROGRAMS_PER_SM = 4
 
 
-def build(group: Group, target: Target, options: CodegenOptions) -> Module:
+def build(group: Group, target: Target, options: CodegenOptions, choice: Choice) -> Module:
     """Every program walks the elements in strides, a lane an accumulator."""
     del options
     domain = group.domain
     total = domain.extent(domain.rows)
-    block = min(power_of_two(total), 1 << 15 if target.interpreted else BLOCK)
-    programs = min(
-        PROGRAMS_PER_SM * target.num_sms, divide_up(total, block), accumulate.MAX_PROGRAMS
-    )
+    block = 1 << 15 if target.interpreted else choice.block or BLOCK
+    block = min(power_of_two(total), block)
+    per_sm = choice.per_sm or PROGRAMS_PER_SM
+    programs = min(per_sm * target.num_sms, divide_up(total, block), accumulate.MAX_PROGRAMS)
     mask = "row_mask" if total % block else ""
     quad = "start // 4" if block % 4 == 0 else None
     tile = [
         TileAxis("row", domain.rows, total, (Segment("row", mask, block, quad),), 0, programs > 1)
     ]
     doc = f"Reduction of everything: {describe(group, needed(group))}."
-    plan = accumulate.Plan(programs, block, "full_kernel", doc, 4 if block < 2048 else 8)
+    warps = choice.warps or (4 if block < 2048 else 8)
+    plan = accumulate.Plan(programs, block, "full_kernel", doc, warps)
     return accumulate.build(group, target, tile, plan, [])

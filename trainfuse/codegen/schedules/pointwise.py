@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from torch import fx
 
 from trainfuse.codegen.builder import Builder, Group
+from trainfuse.codegen.choices import Choice
 from trainfuse.codegen.ir import Module
 from trainfuse.codegen.schedules.common import (
     constants,
@@ -26,14 +27,14 @@ TILE_REGISTERS = 96
 TILE = 64  # side of a transposing tile: whole 32-byte sectors both ways, even for bytes
 
 
-def build(group: Group, target: Target, options: CodegenOptions) -> Module:
+def build(group: Group, target: Target, options: CodegenOptions, choice: Choice) -> Module:
     """One program a block of elements, or a block of tiles."""
     del options
     order = memory_order(group, group.outputs)
     other = permuted_axis(group, order)
     if other is None:
-        return flat(group, target, order)
-    return tiled(group, target, order, other)
+        return flat(group, target, order, choice)
+    return tiled(group, target, order, other, choice)
 
 
 def memory_order(group: Group, values: Sequence[fx.Node]) -> list[int]:
@@ -65,10 +66,10 @@ def permuted_axis(group: Group, order: Sequence[int]) -> int | None:
     return None
 
 
-def flat(group: Group, target: Target, order: Sequence[int]) -> Module:
+def flat(group: Group, target: Target, order: Sequence[int], choice: Choice) -> Module:
     """A flat range of elements; no mask when blocks divide it."""
     size = group.domain.extent(order)
-    block, num_warps = flat_block(group, target, size)
+    block, num_warps = flat_block(group, target, size, choice)
     quad = f"tl.program_id(0) * {block // 4}" if block % 4 == 0 else None
     mask = "" if size % block == 0 else "i_mask"
     axis = TileAxis("i", tuple(order), size, (Segment("i", mask, block, quad),), 0, True)
@@ -90,10 +91,12 @@ def flat(group: Group, target: Target, order: Sequence[int]) -> Module:
     )
 
 
-def flat_block(group: Group, target: Target, size: int) -> tuple[int, int]:
+def flat_block(group: Group, target: Target, size: int, choice: Choice) -> tuple[int, int]:
     """Elements a program, and its warps: 16 bytes of the widest operand a thread, or twice that."""
     if target.interpreted:
         return min(power_of_two(size), 1 << 15), 4
+    if choice.block:
+        return min(power_of_two(size), choice.block), choice.warps or 4
     per_thread = max(16 // widest(group), 4)
     few = len(group.inputs) + len(group.outputs) <= 4
     double = few and 2 * per_thread * live_tiles(group) <= TILE_REGISTERS
@@ -104,14 +107,14 @@ def flat_block(group: Group, target: Target, size: int) -> tuple[int, int]:
     return max(min(block, power_of_two(size)), 1), 4
 
 
-def tiled(group: Group, target: Target, order: Sequence[int], other: int) -> Module:
+def tiled(group: Group, target: Target, order: Sequence[int], other: int, choice: Choice) -> Module:
     """Tiles over the inner axes of both layouts: each tensor is read along its own inner axis."""
     domain = group.domain
     inner = order[-1]
     rest = tuple(axis for axis in order if axis not in (inner, other))
     side = 128 if target.interpreted else TILE
-    x_block = min(side, power_of_two(domain.sizes[inner]))
-    y_block = min(side, power_of_two(domain.sizes[other]))
+    x_block = min(choice.block or side, power_of_two(domain.sizes[inner]))
+    y_block = min(choice.rows or side, power_of_two(domain.sizes[other]))
     x_mask = "x_mask" if domain.sizes[inner] % x_block else ""
     y_mask = "y_mask" if domain.sizes[other] % y_block else ""
     quad = f"tl.program_id(1) * {x_block // 4}" if x_block % 4 == 0 else None
@@ -143,4 +146,4 @@ def tiled(group: Group, target: Target, order: Sequence[int], other: int) -> Mod
             builder.store(node)
     doc = f"Tiled: {describe(group, nodes)}."
     grid = (y_tiles * axes[0].size, x_tiles, 1)
-    return Module((kernel(builder, "tiled_kernel", doc, grid, 4),))
+    return Module((kernel(builder, "tiled_kernel", doc, grid, choice.warps or 4),))

@@ -6,6 +6,7 @@ from torch import fx
 
 from trainfuse.codegen import reductions
 from trainfuse.codegen.builder import Builder, Group
+from trainfuse.codegen.choices import Choice
 from trainfuse.codegen.ir import Loop, Module
 from trainfuse.codegen.reductions import Accumulator
 from trainfuse.codegen.schedules import online
@@ -42,14 +43,15 @@ ROW_ELEMENTS = 1024
 TILE_REGISTERS = 128
 
 
-def build(group: Group, target: Target, options: CodegenOptions) -> Module:
+def build(group: Group, target: Target, options: CodegenOptions, choice: Choice) -> Module:
     """Rows held in registers, or walked in chunks when they are too long."""
     width = group.domain.extent(group.domain.cols)
     held = sum(block for _, block in cover(width))
     registers = held * live_tiles(group) / (32 * MAX_WARPS)
-    if held > options.max_row_in_registers or registers > TILE_REGISTERS:
-        return chunked(group, target, options)
-    return in_registers(group, target)
+    fits = held <= options.max_row_in_registers and registers <= TILE_REGISTERS
+    if fits if choice.held is None else choice.held:
+        return in_registers(group, target, choice)
+    return chunked(group, target, options, choice)
 
 
 def row_axis(group: Group, rows: int, guarded: bool) -> TileAxis:
@@ -66,7 +68,9 @@ def row_axis(group: Group, rows: int, guarded: bool) -> TileAxis:
     )
 
 
-def rows_and_warps(group: Group, target: Target, held: int, live: int) -> tuple[int, int]:
+def rows_and_warps(
+    group: Group, target: Target, held: int, live: int, choice: Choice
+) -> tuple[int, int]:
     """Rows a program, and warps: short rows share a program, long ones take more threads."""
     total = group.domain.extent(group.domain.rows)
     if target.interpreted:
@@ -74,18 +78,21 @@ def rows_and_warps(group: Group, target: Target, held: int, live: int) -> tuple[
     rows = min(floor_power(max(1, ROW_ELEMENTS // held)), power_of_two(total))
     while rows > 1 and divide_up(total, rows) < 2 * target.num_sms:
         rows //= 2
+    rows = choice.rows or rows
+    if choice.warps:
+        return rows, choice.warps
     warps = 1
     while warps < MAX_WARPS and rows * held * live / (32 * warps) > TILE_REGISTERS:
         warps *= 2
     return rows, warps
 
 
-def in_registers(group: Group, target: Target) -> Module:
+def in_registers(group: Group, target: Target, choice: Choice) -> Module:
     """Every value of a row is held at once; each reduction is one tree."""
     domain = group.domain
     width, total = domain.extent(domain.cols), domain.extent(domain.rows)
     held = sum(block for _, block in cover(width))
-    rows, warps = rows_and_warps(group, target, held, live_tiles(group))
+    rows, warps = rows_and_warps(group, target, held, live_tiles(group), choice)
     guarded = total % rows != 0
     row = row_axis(group, rows, guarded)
     segments = tuple(column_segments(width))
@@ -124,13 +131,14 @@ def levels(nodes: list[fx.Node], reduced: frozenset[fx.Node]) -> dict[fx.Node, i
     return found
 
 
-def chunked(group: Group, target: Target, options: CodegenOptions) -> Module:
+def chunked(group: Group, target: Target, options: CodegenOptions, choice: Choice) -> Module:
     """A pass over the row's chunks for each level of reductions; values are recomputed in each."""
     domain = group.domain
     width, total = domain.extent(domain.cols), domain.extent(domain.rows)
     block = min(options.chunk, power_of_two(width))
     while block > 1024 and block * live_tiles(group) / (32 * CHUNK_WARPS) > TILE_REGISTERS / 2:
         block //= 2
+    block = choice.block or block
     mask = "" if width % block == 0 else "col_mask"
     row = row_axis(group, 1, False)
     col = TileAxis(
@@ -167,7 +175,7 @@ def chunked(group: Group, target: Target, options: CodegenOptions) -> Module:
         if red.node in group.outputs:
             builder.store(red.node)
     doc = f"A row in chunks: {describe(group, nodes)}."
-    warps = max(4, min(CHUNK_WARPS, block // 512))
+    warps = choice.warps or max(4, min(CHUNK_WARPS, block // 512))
     return Module((kernel(builder, "row_kernel", doc, (total, 1, 1), warps),))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from trainfuse.codegen.builder import Group
+from trainfuse.codegen.choices import Choice
 from trainfuse.codegen.ir import Module
 from trainfuse.codegen.schedules import accumulate
 from trainfuse.codegen.schedules.common import (
@@ -22,7 +23,7 @@ WARPS = 2
 TILE_REGISTERS = 160
 
 
-def build(group: Group, target: Target, options: CodegenOptions) -> Module:
+def build(group: Group, target: Target, options: CodegenOptions, choice: Choice) -> Module:
     """Each program keeps whole rows and its column accumulators in registers."""
     del options
     domain = group.domain
@@ -31,12 +32,14 @@ def build(group: Group, target: Target, options: CodegenOptions) -> Module:
     held = sum(segment.width for segment in segments)
     sums = sum(bool(reduced & frozenset(domain.rows)) for reduced in domain.reduced.values())
     live = live_tiles(group) + sums
-    warps = num_warps(held, live)
+    warps = choice.warps or num_warps(held, live)
     if held * live / (32 * warps) > TILE_REGISTERS:
         raise Unsupported(group.nodes[-1], "its columns are too many to accumulate in registers")
     budget = 8192 if target.interpreted else ELEMENTS_A_STEP
     rows = min(floor_power(max(1, budget // held)), power_of_two(total))
-    programs = min(WARPS_PER_SM // warps * target.num_sms, divide_up(total, rows))
+    rows = choice.rows or rows
+    per_sm = choice.per_sm or max(1, WARPS_PER_SM // warps)
+    programs = min(per_sm * target.num_sms, divide_up(total, rows), accumulate.MAX_PROGRAMS)
     row_mask = "row_mask" if total % rows else ""
     tile = [
         TileAxis(
