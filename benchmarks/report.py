@@ -4,6 +4,7 @@ python -m benchmarks.report             # print the tables
 python -m benchmarks.report --write     # and put them between the README's markers
 python -m benchmarks.report --check     # exit 1 if a table in the README differs
 python -m benchmarks.report --plot docs/steps.svg
+python -m benchmarks.report --plot docs/kernels.svg    # the roofline, as .svg and .png
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ import re
 import sys
 from pathlib import Path
 from typing import Any
+
+from benchmarks import kernel_report
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
@@ -51,6 +54,8 @@ def table(rows: list[Row]) -> str:
 
 def section(suite: str, result: dict[str, Any]) -> str:
     """One results file as the README shows it: conditions, table, set-ups."""
+    if suite == "kernels":
+        return kernel_report.section(result)
     e = result["environment"]
     conditions = (
         f"{e['gpu']}, driver {e['driver']}, torch {e['torch']}, triton {e['triton']}, "
@@ -89,10 +94,18 @@ def rendered(readme: str, suites: dict[str, list[dict[str, Any]]]) -> str:
 
 
 def plot(suites: dict[str, list[dict[str, Any]]], target: Path) -> None:
-    """Bars of each contender's speed relative to eager, a group a case. Needs matplotlib."""
+    """The plot of the suite that the file is named after: docs/steps.svg, docs/kernels.png.
+
+    Of steps: bars of each contender's speed relative to eager, a group a case. Of kernels: the
+    roofline. Needs matplotlib.
+    """
     from matplotlib import pyplot
 
-    (result, *_) = suites["steps"]
+    suite = "kernels" if target.stem.startswith("kernels") else "steps"
+    (result, *_) = suites[suite]
+    if suite == "kernels":
+        kernel_report.plot(result, target)
+        return
     rows = result["rows"]
     cases = list(dict.fromkeys(row["case"] for row in rows))
     names = list(dict.fromkeys(row["contender"] for row in rows))
@@ -145,6 +158,8 @@ def main(arguments: list[str] | None = None) -> int:
     else:
         for suite, results in suites.items():
             for result in results:
+                if suite == "kernels":
+                    kernel_report.print_table(result)
                 print(f"## {suite}\n\n{section(suite, result)}\n")
     return 0
 

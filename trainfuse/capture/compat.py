@@ -265,6 +265,14 @@ def aot(
         )(gm, inputs)
 
 
+def reusable_backwards() -> contextlib.AbstractContextManager[Any]:
+    """Compiled backwards within leave what was saved for them as it is.
+
+    Without it AOTAutograd lets them overwrite it, and `retain_graph=True` raises.
+    """
+    return torch._functorch.config.patch(donated_buffer=False)
+
+
 def boxed(fn: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
     """Mark a callable that takes its arguments as one list, which it may empty."""
     fn._boxed_call = True  # type: ignore[attr-defined]  # AOTAutograd's own protocol

@@ -1,0 +1,445 @@
+"""The kernel cases: ordinary PyTorch functions, their sizes, and the bytes that each must move.
+
+A floor is what a phase must read once and write once, values saved for backward included; inputs
+that backward reads again count as read, not as saved. Where a kernel may choose what to save, the
+floor is of the choice that moves least in both phases together: dropout's masks are drawn again,
+a sum before a norm is saved. R rows, N columns, s bytes an element. Sources: the table in the
+design paper on kernels (nvFuser's benchmark formulas), with the exceptions said at the op.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+Dims = tuple[int, ...]
+Floors = Callable[..., Mapping[str, int]]
+
+ROWS = ((16, 768), (512, 4096), (2048, 4099), (16384, 1024), (16384, 4096), (16384, 5120),
+        (16384, 16384))  # fmt: skip
+"""From launch-bound to a floor of 1 GiB and more; 4099: odd, so that no row but the first is
+aligned; 5120: no power of two."""
+IMAGES = ((8, 32, 7, 7), (16, 160, 57, 57), (32, 64, 56, 56), (64, 256, 56, 56),
+          (128, 64, 112, 112), (256, 256, 56, 56))  # fmt: skip
+ON_CHIP = 32 << 20
+"""Bytes that a kernel can hope to find again in L2 (50 MB on an H100 or H200)."""
+P = 0.1
+"""Dropout's rate, in all cases."""
+
+
+@dataclass(frozen=True, slots=True)
+class Maker:
+    """Makes one case's inputs: normally distributed values, uniform indices."""
+
+    dims: Dims
+    dtype: torch.dtype
+    device: str
+
+    def normal(self, *shape: int, grad: bool = True) -> Tensor:
+        values = torch.randn(shape, dtype=self.dtype, device=self.device)
+        return values.requires_grad_(grad)
+
+    def near_one(self, *shape: int) -> Tensor:
+        """A norm's weight."""
+        values = 1.0 + 0.1 * torch.randn(shape, device=self.device)
+        return values.to(self.dtype).requires_grad_()
+
+    def indices(self, high: int, *shape: int) -> Tensor:
+        return torch.randint(high, shape, device=self.device)
+
+
+@dataclass(frozen=True, slots=True)
+class Op:
+    """One benchmark function. make: its arguments. floors: bytes by phase, of (s, *dims).
+
+    phases: what is timed; "both" is forward and backward in one call. only: inputs whose gradients
+    are asked for are those that require them. liger: name of Liger-Kernel's function and how to
+    call it with the same arguments. fp32: further sizes, in that type. tiny: for a CPU.
+    """
+
+    name: str
+    fn: Callable[..., Any]
+    make: Callable[[Maker], tuple[Tensor, ...]]
+    floors: Floors
+    sizes: tuple[Dims, ...]
+    tiny: Dims
+    phases: tuple[str, ...] = ("forward", "backward")
+    dropout: bool = False
+    fp32: tuple[Dims, ...] = ()
+    liger: tuple[str, Callable[..., Any]] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One op at one size and type."""
+
+    op: Op
+    dims: Dims
+    dtype: torch.dtype = torch.bfloat16
+    name: str = field(init=False)
+
+    def __post_init__(self) -> None:
+        suffix = "" if self.dtype is torch.bfloat16 else "-fp32"
+        object.__setattr__(self, "name", f"{self.op.name}-{'x'.join(map(str, self.dims))}{suffix}")
+
+    def make(self, device: str) -> tuple[Tensor, ...]:
+        """The arguments, the same at every call."""
+        torch.manual_seed(0)
+        return self.op.make(Maker(self.dims, self.dtype, device))
+
+    @property
+    def floors(self) -> Mapping[str, int]:
+        """Bytes by phase; a phase without a roof of memory is missing."""
+        return self.op.floors(self.dtype.itemsize, *self.dims)
+
+
+# -- functions -----------------------------------------------------------------------------------
+
+
+def layernorm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    return functional.layer_norm(x, weight.shape, weight, bias)
+
+
+def rmsnorm(x: Tensor, weight: Tensor) -> Tensor:
+    return functional.rms_norm(x, weight.shape, weight, 1e-6)
+
+
+def dropout_add_layernorm(x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    return layernorm(residual + functional.dropout(x, P), weight, bias)
+
+
+def dropout_add_rmsnorm(x: Tensor, residual: Tensor, weight: Tensor) -> Tensor:
+    return rmsnorm(residual + functional.dropout(x, P), weight)
+
+
+def add_rmsnorm(x: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    total = x + residual
+    return rmsnorm(total, weight), total
+
+
+def bias_gelu(x: Tensor, bias: Tensor) -> Tensor:
+    return functional.gelu(x + bias, approximate="tanh")
+
+
+def scale_bias_relu(x: Tensor, scale: Tensor, bias: Tensor) -> Tensor:
+    return functional.relu(x * scale + bias)
+
+
+def swiglu(gate: Tensor, x: Tensor) -> Tensor:
+    return functional.silu(gate) * x
+
+
+def batch_norm_relu(
+    x: Tensor, weight: Tensor, bias: Tensor, mean: Tensor, variance: Tensor
+) -> Tensor:
+    y = functional.batch_norm(x, mean, variance, weight, bias, training=True)
+    return functional.relu(y)
+
+
+def instance_norm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    return functional.instance_norm(x, weight=weight, bias=bias)
+
+
+def groupnorm_silu(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    return functional.silu(functional.group_norm(x, min(32, x.size(1)), weight, bias))
+
+
+def mask_softmax_dropout(scores: Tensor, mask: Tensor) -> Tensor:
+    """As nanoGPT writes it; its 1/sqrt(d) belongs to the GEMM."""
+    time = scores.size(-1)
+    scores = scores.masked_fill(mask[:, :, :time, :time] == 0, -math.inf)
+    return functional.dropout(scores.softmax(-1), P)
+
+
+def _rotate_half(x: Tensor) -> Tensor:
+    half = x.size(-1) // 2
+    return torch.cat((-x[..., half:], x[..., :half]), -1)
+
+
+def rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """As Llama in Hugging Face's transformers writes it."""
+    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
+    return q * cos + _rotate_half(q) * sin, k * cos + _rotate_half(k) * sin
+
+
+def softmax(x: Tensor) -> Tensor:
+    return x.softmax(-1)
+
+
+def softmax_columns(x: Tensor) -> Tensor:
+    return x.softmax(0)
+
+
+def mul(x: Tensor, y: Tensor) -> Tensor:
+    return x * y
+
+
+def broadcast_add(x: Tensor, bias: Tensor) -> Tensor:
+    return x + bias
+
+
+def cross_entropy(logits: Tensor, target: Tensor) -> Tensor:
+    return functional.cross_entropy(logits, target)
+
+
+def embedding(index: Tensor, table: Tensor) -> Tensor:
+    return functional.embedding(index, table)
+
+
+def index_add(base: Tensor, index: Tensor, x: Tensor) -> Tensor:
+    return base.index_add(0, index, x)
+
+
+def reduction_epilogue(x: Tensor, bias: Tensor) -> Tensor:
+    return functional.relu(x.sum(0) + bias)
+
+
+def transpose_add(x: Tensor, y: Tensor) -> Tensor:
+    return functional.relu(x + y).t().contiguous()
+
+
+def slice_cat_pad(x: Tensor, y: Tensor) -> Tensor:
+    half = x.size(-1) // 2
+    return functional.pad(torch.cat((x[:, half:] * 2.0, -y[:, :half]), -1), (0, 16))
+
+
+def linear_cross_entropy(x: Tensor, weight: Tensor, target: Tensor) -> Tensor:
+    return functional.cross_entropy(functional.linear(x, weight), target)
+
+
+# -- arguments -----------------------------------------------------------------------------------
+
+
+def _matrices(count: int, *, weights: int = 0, biases: int = 0, grads: str = "all") -> Any:
+    """count matrices, then row vectors near one, then around zero; grads: "all", "last", "first".
+
+    "last": only the last vector's gradient is asked for; "first": only the first matrix's.
+    """
+
+    def make(m: Maker) -> tuple[Tensor, ...]:
+        rows, columns = m.dims
+        made = [m.normal(rows, columns) for _ in range(count)]
+        made += [m.near_one(columns) for _ in range(weights)]
+        made += [m.normal(columns) for _ in range(biases)]
+        keep = {"all": made, "last": made[-1:], "first": made[:1]}[grads]
+        return tuple(t if any(t is k for k in keep) else t.detach() for t in made)
+
+    return make
+
+
+def _images(*, channels_last: bool = False, statistics: bool = False) -> Any:
+    def make(m: Maker) -> tuple[Tensor, ...]:
+        channels = m.dims[1]
+        x = m.normal(*m.dims, grad=False)
+        if channels_last:
+            x = x.contiguous(memory_format=torch.channels_last)
+        made = (x.requires_grad_(), m.near_one(channels), m.normal(channels))
+        running = torch.zeros(channels, device=m.device), torch.ones(channels, device=m.device)
+        return (*made, *running) if statistics else made
+
+    return make
+
+
+def _scores(m: Maker) -> tuple[Tensor, ...]:
+    batch, heads, time = m.dims
+    mask = torch.ones(1, 1, time, time, device=m.device).tril()
+    return m.normal(batch, heads, time, time), mask
+
+
+def _logits(m: Maker) -> tuple[Tensor, ...]:
+    rows, classes = m.dims
+    return m.normal(rows, classes), m.indices(classes, rows)
+
+
+def _head(m: Maker) -> tuple[Tensor, ...]:
+    rows, hidden, classes = m.dims
+    weight = (m.normal(classes, hidden, grad=False) / hidden**0.5).requires_grad_()
+    return m.normal(rows, hidden), weight, m.indices(classes, rows)
+
+
+def _rotary(m: Maker) -> tuple[Tensor, ...]:
+    batch, time, heads, width = m.dims
+    angles = torch.outer(
+        torch.arange(time, device=m.device),
+        10000.0 ** -(torch.arange(0, width, 2, device=m.device) / width),
+    )
+    angles = torch.cat((angles, angles), -1)[None]
+    q, k = m.normal(batch, heads, time, width), m.normal(batch, heads, time, width)
+    return q, k, angles.cos().to(m.dtype), angles.sin().to(m.dtype)
+
+
+def _table(m: Maker) -> tuple[Tensor, ...]:
+    tokens, vocabulary, width = m.dims
+    return m.indices(vocabulary, tokens), m.normal(vocabulary, width)
+
+
+def _scatter(m: Maker) -> tuple[Tensor, ...]:
+    tokens, rows, width = m.dims
+    return m.normal(rows, width, grad=False), m.indices(rows, tokens), m.normal(tokens, width)
+
+
+# -- floors --------------------------------------------------------------------------------------
+
+
+def _linear(forward: tuple[float, ...], backward: tuple[float, ...]) -> Floors:
+    """Bytes of a 2-D op: coefficients of (RNs, Ns, R, RN) by phase."""
+
+    def floors(s: int, rows: int, columns: int) -> Mapping[str, int]:
+        terms = (rows * columns * s, columns * s, rows, rows * columns)
+        sums = (sum(c * t for c, t in zip(cs, terms, strict=False)) for cs in (forward, backward))
+        return dict(zip(("forward", "backward"), map(int, sums), strict=True))
+
+    return floors
+
+
+def _batch_norm(s: int, batch: int, channels: int, height: int, width: int) -> Mapping[str, int]:
+    """Statistics come before the first write: beyond L2 that is a second reading of all."""
+    size = batch * channels * height * width * s
+    again = 1 if size > ON_CHIP else 0
+    rest = 2 * channels * s + 16 * channels
+    forward, backward = (2 + again) * size + rest, (3 + 2 * again) * size + rest
+    return {"forward": forward, "backward": backward}
+
+
+def _plane_norm(groups: int) -> Floors:
+    """Instance and group norm: one group fits on chip. groups: 0 for one a channel."""
+
+    def floors(s: int, batch: int, channels: int, height: int, width: int) -> Mapping[str, int]:
+        size = batch * channels * height * width * s
+        rest = 2 * channels * s + 8 * batch * (min(groups, channels) or channels)
+        return {"forward": 2 * size + rest, "backward": 3 * size + rest}
+
+    return floors
+
+
+def _attention(s: int, batch: int, heads: int, time: int) -> Mapping[str, int]:
+    """Backward reads the scores again, or saved probabilities written for nothing else."""
+    size = batch * heads * time * time
+    return {"forward": 2 * s * size + 4 * time**2, "backward": 3 * s * size + 4 * time**2}
+
+
+def _loss(s: int, rows: int, classes: int) -> Mapping[str, int]:
+    logits, ends = rows * classes * s, 12 * rows
+    return {"forward": logits + ends, "backward": 2 * logits + ends, "both": 2 * logits + ends}
+
+
+def _rotation(s: int, batch: int, time: int, heads: int, width: int) -> Mapping[str, int]:
+    both = 2 * 2 * batch * time * heads * width * s + 2 * time * width * s
+    return {"forward": both, "backward": both}
+
+
+def _lookup(s: int, tokens: int, vocabulary: int, width: int) -> Mapping[str, int]:
+    rows = (min(tokens, vocabulary) + tokens) * width * s
+    table = (tokens + vocabulary) * width * s
+    return {"forward": rows + 8 * tokens, "backward": table + 8 * tokens}
+
+
+def _scattered(s: int, tokens: int, rows: int, width: int) -> Mapping[str, int]:
+    forward = (2 * rows + tokens) * width * s + 8 * tokens
+    return {"forward": forward, "backward": (min(tokens, rows) + tokens) * width * s + 8 * tokens}
+
+
+def _no_roof(*_: int) -> Mapping[str, int]:
+    return {}
+
+
+# -- the table -----------------------------------------------------------------------------------
+
+_SMALL = (3, 20)
+_FP32 = ((4096, 4096),)
+_LIGER_NORM = ("liger_rms_norm", lambda f: lambda x, w: f(x, w, 1e-6, 0.0, "llama", False))
+
+
+def _rows(name: str, fn: Any, make: Any, forward: Any, backward: Any, **more: Any) -> Op:
+    return Op(name, fn, make, _linear(forward, backward), ROWS, _SMALL, **more)
+
+
+OPS: tuple[Op, ...] = (
+    _rows("softmax", softmax, _matrices(1), (2,), (3,), fp32=_FP32,
+          liger=("liger_softmax", lambda f: f)),
+    _rows("softmax_columns", softmax_columns, _matrices(1), (2,), (3,)),
+    _rows("layernorm", layernorm, _matrices(1, weights=1, biases=1), (2, 2, 8), (3, 3, 8),
+          fp32=_FP32, liger=("liger_layer_norm", lambda f: lambda x, w, b: f(x, w, b, 1e-5))),
+    _rows("rmsnorm", rmsnorm, _matrices(1, weights=1), (2, 1, 4), (3, 2, 4), fp32=_FP32,
+          liger=_LIGER_NORM),
+    # nvFuser's formulas save dropout's mask and not the sum: 8 RNs + 2 RN in all, here 8 RNs
+    _rows("dropout_add_layernorm", dropout_add_layernorm, _matrices(2, weights=1, biases=1),
+          (4, 2, 8), (4, 3, 8), dropout=True, fp32=_FP32),
+    _rows("dropout_add_rmsnorm", dropout_add_rmsnorm, _matrices(2, weights=1), (4, 1, 4),
+          (4, 2, 4), dropout=True),
+    _rows("add_rmsnorm", add_rmsnorm, _matrices(2, weights=1), (4, 1, 4), (4, 2, 4),
+          liger=("liger_fused_add_rms_norm",
+                 lambda f: lambda x, r, w: f(x, r, w, 1e-6, 0.0, "llama", False))),
+    _rows("bias_gelu", bias_gelu, _matrices(1, biases=1), (2, 1), (3, 2)),
+    _rows("gelu_bias_gradient", bias_gelu, _matrices(1, biases=1, grads="last"), (2, 1), (2, 2),
+          phases=("backward",)),
+    _rows("scale_bias_relu", scale_bias_relu, _matrices(1, biases=2, grads="first"), (2, 2, 0, 1),
+          (2, 1, 0, 1)),
+    _rows("swiglu", swiglu, _matrices(2), (3,), (5,), fp32=_FP32,
+          liger=("liger_swiglu", lambda f: f)),
+    _rows("mul", mul, _matrices(2), (3,), (5,)),
+    # the matrix's own gradient is the cotangent itself: nothing to do
+    _rows("broadcast_add", broadcast_add, _matrices(1, biases=1, grads="last"), (2, 1), (1, 1)),
+    _rows("reduction_epilogue", reduction_epilogue, _matrices(1, biases=1), (1, 2), (1, 3)),
+    # both matrices have one gradient, which is written once
+    _rows("transpose_add", transpose_add, _matrices(2), (3,), (3,)),
+    _rows("slice_cat_pad", slice_cat_pad, _matrices(2), (2, 0, 32), (3,)),
+    Op("batch_norm_relu", batch_norm_relu, _images(statistics=True), _batch_norm, IMAGES,
+       (2, 4, 3, 3)),
+    Op("batch_norm_relu_nhwc", batch_norm_relu, _images(statistics=True, channels_last=True),
+       _batch_norm, IMAGES, (2, 4, 3, 3)),
+    Op("instance_norm", instance_norm, _images(), _plane_norm(0), IMAGES, (2, 4, 3, 3)),
+    Op("groupnorm_silu", groupnorm_silu, _images(), _plane_norm(32), IMAGES, (2, 4, 3, 3)),
+    Op("mask_softmax_dropout", mask_softmax_dropout, _scores, _attention,
+       ((16, 12, 4), (16, 12, 128), (16, 16, 255), (16, 12, 512), (32, 16, 512), (32, 32, 512)),
+       (2, 2, 5), dropout=True),
+    Op("cross_entropy", cross_entropy, _logits, _loss,
+       ((128, 1000), (2048, 8192), (1024, 50257), (8192, 32000), (4096, 128256), (8192, 65536)),
+       (4, 21), phases=("forward", "backward", "both"),
+       liger=("liger_cross_entropy", lambda f: f)),
+    Op("linear_cross_entropy", linear_cross_entropy, _head, _no_roof, ((8192, 2048, 128256),),
+       (6, 8, 21), phases=("both",),
+       liger=("liger_fused_linear_cross_entropy", lambda f: lambda x, w, t: f(x, w, t))),
+    Op("rope", rope, _rotary, _rotation,
+       ((1, 64, 4, 64), (2, 1000, 12, 80), (1, 1024, 32, 128), (1, 8192, 32, 128),
+        (4, 4096, 32, 128), (2, 32768, 32, 128)),
+       (1, 5, 2, 6), liger=("liger_rope", lambda f: f)),
+    Op("embedding", embedding, _table, _lookup,
+       ((256, 1000, 64), (2048, 32000, 768), (4096, 50257, 768), (16384, 32000, 2048),
+        (8192, 128256, 2048), (32768, 128256, 4096)),
+       (7, 5, 6)),
+    Op("index_add", index_add, _scatter, _scattered,
+       ((256, 1000, 64), (4096, 4096, 1024), (5000, 2049, 1031), (16384, 8192, 4096),
+        (32768, 16384, 4096), (65536, 32768, 4096)),
+       (7, 5, 6)),
+)  # fmt: skip
+"""Every op, in the order of the report."""
+
+NAMED = (
+    "softmax-16384x4096", "dropout_add_layernorm-16384x4096", "cross_entropy-8192x32000",
+    "layernorm-16384x16384", "layernorm-16384x5120", "groupnorm_silu-64x256x56x56",
+    "batch_norm_relu_nhwc-64x256x56x56", "embedding-16384x32000x2048", "rope-1x8192x32x128",
+    "linear_cross_entropy-8192x2048x128256",
+)  # fmt: skip
+"""Cases that are quoted by themselves; they run first, and with max-autotune."""
+
+
+def full_cases() -> dict[str, Case]:
+    """Every case by name: the named ones, then each op's sizes in turn, smaller ones first."""
+    cases = [Case(op, dims) for op in OPS for dims in op.sizes]
+    cases += [Case(op, dims, torch.float32) for op in OPS for dims in op.fp32]
+    order = {c.name: (c.name not in NAMED, c.op.sizes.index(c.dims) if c.dims in c.op.sizes else 9)
+             for c in cases}  # fmt: skip
+    return {c.name: c for c in sorted(cases, key=lambda c: order[c.name])}
+
+
+def tiny_cases() -> dict[str, Case]:
+    """Every op once, in milliseconds on a CPU; the times mean nothing."""
+    cases = [Case(op, op.tiny, torch.float32) for op in OPS]
+    return {case.name: case for case in cases}
