@@ -60,27 +60,37 @@ class Entrant:
         if self.args[0].is_cuda:
             torch.cuda.synchronize()
         self.compile_s = None if self.name == "eager" else round(time.perf_counter() - began, 3)
-        if self.name == "trainfuse":
-            for part in (self.call, self.whole):
-                self._look_at(part)
+        for step in self._steps:
+            self._look_at(step)
 
-    def _look_at(self, part: Any) -> None:
+    def _look_at(self, part: CompiledStep) -> None:
         """Say so where what runs is not what one would expect."""
-        if part is None:
-            return
         if (verdict := part.stats()["gate"]) != "pass":
             self.notes.append(verdict)
         if part is self.whole and part.explain().capture != "whole_step":
             self.notes.append(f"not captured whole: {part.explain().capture_reason}")
         left = sorted({node.op for node in part.explain().aten_nodes})
-        if left:
-            self.notes.append(f"ATen: {', '.join(left)}")
+        note = f"ATen: {', '.join(left)}"
+        if left and note not in self.notes:
+            self.notes.append(note)
+
+    @property
+    def kernels(self) -> tuple[int, float]:
+        """trainfuse's: how many kernels its plans have, and what making these plans took."""
+        stats = [part.stats() for part in self._steps]
+        return sum(s["kernels"] for s in stats), sum(s["compile_s"] for s in stats)
+
+    @property
+    def _steps(self) -> list[CompiledStep]:
+        return [part for part in (self.call, self.whole) if isinstance(part, CompiledStep)]
 
     def close(self) -> None:
         """Free what the compiler keeps."""
-        for part in (self.call, self.whole):
-            if isinstance(part, CompiledStep):
-                part.close()
+        for step in self._steps:
+            step.close()
+
+
+NO_MEMORY = "out of memory"
 
 
 def attempt(action: Callable[[], Any]) -> Any:
@@ -88,7 +98,7 @@ def attempt(action: Callable[[], Any]) -> Any:
     try:
         return Boundary().attempt(action, "launch")
     except torch.OutOfMemoryError:
-        return "out of memory"
+        return NO_MEMORY
 
 
 def liger_function(case: Case) -> Call | None:

@@ -8,11 +8,13 @@ timed by the clock.
 
 from __future__ import annotations
 
+import functools
 import gc
 import math
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -99,7 +101,7 @@ def calls_of(
     call = entrant.call if phase == "forward" else entrant.whole
     assert call is not None
     call(*copies[0])
-    return [lambda a=args: call(*a) for args in copies]
+    return [functools.partial(call, *args) for args in copies]
 
 
 def _backward(entrant: Entrant, args: tuple[Tensor, ...]) -> Callable[[], Any]:
@@ -165,11 +167,13 @@ def run_case(
                 rows[name, phase] = empty_row(case, name, phase, [f"failed: {made}"])
         else:
             entrants.append(made)
-    verdicts = _checked(case, entrants, args)
+    verdicts = _checked(case, entrants)
+    if any(found == field.NO_MEMORY for found in verdicts.values()):
+        verdicts = _checked_at_fewer_rows(case, [e.name for e in entrants], device)
     for phase in case.op.phases:
         timed = _timed(case, phase, entrants, device, rounds)
         for entrant in entrants:
-            ratio, why = verdicts[entrant.name].get(phase, (None, "gradients unchecked"))
+            ratio, why = _verdict(verdicts[entrant.name], phase)
             notes = ["nothing to compile"] if entrant.name == "eager" else []
             notes += [] if device == "cuda" else ["no roof, no peak memory on a CPU"]
             row = empty_row(case, entrant.name, phase, [*entrant.notes, why, *notes])
@@ -193,19 +197,42 @@ def _ready(name: str, case: Case, args: tuple[Tensor, ...]) -> Entrant:
     return entrant
 
 
-def _checked(case: Case, entrants: Sequence[Entrant], args: tuple[Tensor, ...]) -> dict[str, Any]:
-    """Verdicts by contender and phase."""
-    phases = case.op.phases
-    verdicts: dict[str, Any] = {"eager": dict.fromkeys(phases, (1.0, ""))}
-    refs = attempt(lambda: field.references(case, args))
+def _checked(case: Case, entrants: Sequence[Entrant]) -> dict[str, Any]:
+    """By contender: its verdicts by phase, or a line on why there are none."""
+    refs = attempt(lambda: field.references(case, entrants[0].args)) if entrants else ""
+    verdicts: dict[str, Any] = {}
     for entrant in entrants:
         if entrant.name == "eager":
-            continue
-        found = refs if isinstance(refs, str) else attempt(lambda e=entrant: field.check(e, refs))
-        if isinstance(found, str):
-            found = dict.fromkeys(phases, (None, f"gradients unchecked: {found}"))
-        verdicts[entrant.name] = found
+            verdicts["eager"] = dict.fromkeys(case.op.phases, (1.0, ""))
+        elif isinstance(refs, str):
+            verdicts[entrant.name] = refs
+        else:
+            verdicts[entrant.name] = attempt(lambda e=entrant: field.check(e, refs))
     return verdicts
+
+
+def _checked_at_fewer_rows(case: Case, names: Sequence[str], device: str) -> dict[str, Any]:
+    """The same where fp64 doesn't fit: of an eighth of the rows, compiled for that."""
+    gc.collect()
+    small = replace(case, dims=(max(1, case.dims[0] // 8), *case.dims[1:]))
+    args = small.make(device)
+    entrants = [field.build(name, small, args) for name in names]
+    verdicts = _checked(small, entrants)
+    for entrant in entrants:
+        entrant.close()
+        found = verdicts[entrant.name]
+        if entrant.name != "eager" and not isinstance(found, str):
+            at = f"gradients checked at {small.name}"
+            verdicts[entrant.name] = {
+                phase: (ratio, "; ".join(filter(None, (why, at))))
+                for phase, (ratio, why) in found.items()
+            }
+    return verdicts
+
+
+def _verdict(found: Any, phase: str) -> tuple[float | None, str]:
+    """Error ratio and note of one phase."""
+    return (None, f"gradients unchecked: {found}") if isinstance(found, str) else found[phase]
 
 
 def _timed(

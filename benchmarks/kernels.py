@@ -92,28 +92,30 @@ def settled(device: str) -> Iterator[None]:
 def compile_only(options: argparse.Namespace) -> None:
     """Compile a share of the cases; one JSON line each with the seconds of its contenders."""
     device, (part, parts) = _device(options), options.warm
-    # one process of many: its compilers' own pools would be too many processes
-    os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
+    # one process of many: of trainfuse's own pool of compilers, two processes will do
     with settled(device), mock.patch.object(os, "cpu_count", return_value=2):
         for name in options.contenders:  # what a process pays once is no case's
             field.attempt(lambda n=name: _compiled(n, next(iter(tiny_cases().values())), device))
         for case in selected(options)[part::parts]:
-            seconds: dict[str, float | None] = {}
+            line: dict[str, Any] = {"case": case.name, "seconds": {}}
             for name in contenders_of(case, options):
                 if name not in ("eager", "liger"):
                     made = field.attempt(lambda n=name, c=case: _compiled(n, c, device))
-                    seconds[name] = None if isinstance(made, str) else made
+                    if not isinstance(made, str):
+                        line["seconds"][name] = made.compile_s
+                        if name == "trainfuse":
+                            line["kernels"] = made.kernels
+                        made.close()
             torch.compiler.reset()
             if device == "cuda":
                 torch.cuda.empty_cache()  # the others need the memory
-            print(json.dumps({"case": case.name, "seconds": seconds}), flush=True)
+            print(json.dumps(line), flush=True)
 
 
-def _compiled(name: str, case: Case, device: str) -> float | None:
+def _compiled(name: str, case: Case, device: str) -> field.Entrant:
     entrant = field.build(name, case, case.make(device), verify="off")
     entrant.first_calls()
-    entrant.close()
-    return entrant.compile_s
+    return entrant
 
 
 def time_cases(options: argparse.Namespace, names: Sequence[str]) -> Iterator[list[Row]]:
@@ -171,9 +173,14 @@ class Run:
         self.options.out.mkdir(parents=True, exist_ok=True)
         self.path.write_text(dumps(self.result))
 
-    def child(self, *arguments: str, **more: Any) -> subprocess.Popen[str]:
-        """This script again, in a process of its own, with the shared caches."""
+    def child(self, *arguments: str, threads: str = "", **more: Any) -> subprocess.Popen[str]:
+        """This script again, in a process of its own, with the shared caches.
+
+        threads: processes of Inductor's pool of compilers, if not its default.
+        """
         environment = dict(os.environ)
+        if threads:  # read when torch is imported
+            environment["TORCHINDUCTOR_COMPILE_THREADS"] = threads
         for variable in CACHES:
             folder = self.caches / variable.lower()
             folder.mkdir(parents=True, mode=0o700, exist_ok=True)
@@ -190,7 +197,9 @@ class Run:
             children = []
             for i, output in enumerate(outputs):
                 with output.open("w") as stdout:
-                    children.append(self.child("--warm", str(i), str(jobs), stdout=stdout))
+                    children.append(
+                        self.child("--warm", str(i), str(jobs), threads="1", stdout=stdout)
+                    )
             while any(c.poll() is None for c in children) and time.monotonic() < until:
                 time.sleep(0.2)
             for child in children:
@@ -201,6 +210,8 @@ class Run:
         for line in found:
             for name, seconds in line["seconds"].items():
                 self.compile_s[line["case"], name] = seconds
+            if "kernels" in line:
+                self.result.setdefault("kernels", {})[line["case"]] = line["kernels"]
         print(f"compiled {len(self.compile_s)} functions", file=sys.stderr, flush=True)
         forget_choices(self.caches)
 
