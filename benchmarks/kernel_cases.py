@@ -9,14 +9,14 @@ design paper on kernels (nvFuser's benchmark formulas), with the exceptions said
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional
+
+from benchmarks import kernel_functions as f
 
 Dims = tuple[int, ...]
 Floors = Callable[..., Mapping[str, int]]
@@ -29,8 +29,6 @@ IMAGES = ((8, 32, 7, 7), (16, 160, 57, 57), (32, 64, 56, 56), (64, 256, 56, 56),
           (128, 64, 112, 112), (256, 256, 56, 56))  # fmt: skip
 ON_CHIP = 32 << 20
 """Bytes that a kernel can hope to find again in L2 (50 MB on an H100 or H200)."""
-P = 0.1
-"""Dropout's rate, in all cases."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,120 +96,6 @@ class Case:
     def floors(self) -> Mapping[str, int]:
         """Bytes by phase; a phase without a roof of memory is missing."""
         return self.op.floors(self.dtype.itemsize, *self.dims)
-
-
-# -- functions -----------------------------------------------------------------------------------
-
-
-def layernorm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    return functional.layer_norm(x, weight.shape, weight, bias)
-
-
-def rmsnorm(x: Tensor, weight: Tensor) -> Tensor:
-    return functional.rms_norm(x, weight.shape, weight, 1e-6)
-
-
-def dropout_add_layernorm(x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    return layernorm(residual + functional.dropout(x, P), weight, bias)
-
-
-def dropout_add_rmsnorm(x: Tensor, residual: Tensor, weight: Tensor) -> Tensor:
-    return rmsnorm(residual + functional.dropout(x, P), weight)
-
-
-def add_rmsnorm(x: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    total = x + residual
-    return rmsnorm(total, weight), total
-
-
-def bias_gelu(x: Tensor, bias: Tensor) -> Tensor:
-    return functional.gelu(x + bias, approximate="tanh")
-
-
-def scale_bias_relu(x: Tensor, scale: Tensor, bias: Tensor) -> Tensor:
-    return functional.relu(x * scale + bias)
-
-
-def swiglu(gate: Tensor, x: Tensor) -> Tensor:
-    return functional.silu(gate) * x
-
-
-def batch_norm_relu(
-    x: Tensor, weight: Tensor, bias: Tensor, mean: Tensor, variance: Tensor
-) -> Tensor:
-    y = functional.batch_norm(x, mean, variance, weight, bias, training=True)
-    return functional.relu(y)
-
-
-def instance_norm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    return functional.instance_norm(x, weight=weight, bias=bias)
-
-
-def groupnorm_silu(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    return functional.silu(functional.group_norm(x, min(32, x.size(1)), weight, bias))
-
-
-def mask_softmax_dropout(scores: Tensor, mask: Tensor) -> Tensor:
-    """As nanoGPT writes it; its 1/sqrt(d) belongs to the GEMM."""
-    time = scores.size(-1)
-    scores = scores.masked_fill(mask[:, :, :time, :time] == 0, -math.inf)
-    return functional.dropout(scores.softmax(-1), P)
-
-
-def _rotate_half(x: Tensor) -> Tensor:
-    half = x.size(-1) // 2
-    return torch.cat((-x[..., half:], x[..., :half]), -1)
-
-
-def rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """As Llama in Hugging Face's transformers writes it."""
-    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
-    return q * cos + _rotate_half(q) * sin, k * cos + _rotate_half(k) * sin
-
-
-def softmax(x: Tensor) -> Tensor:
-    return x.softmax(-1)
-
-
-def softmax_columns(x: Tensor) -> Tensor:
-    return x.softmax(0)
-
-
-def mul(x: Tensor, y: Tensor) -> Tensor:
-    return x * y
-
-
-def broadcast_add(x: Tensor, bias: Tensor) -> Tensor:
-    return x + bias
-
-
-def cross_entropy(logits: Tensor, target: Tensor) -> Tensor:
-    return functional.cross_entropy(logits, target)
-
-
-def embedding(index: Tensor, table: Tensor) -> Tensor:
-    return functional.embedding(index, table)
-
-
-def index_add(base: Tensor, index: Tensor, x: Tensor) -> Tensor:
-    return base.index_add(0, index, x)
-
-
-def reduction_epilogue(x: Tensor, bias: Tensor) -> Tensor:
-    return functional.relu(x.sum(0) + bias)
-
-
-def transpose_add(x: Tensor, y: Tensor) -> Tensor:
-    return functional.relu(x + y).t().contiguous()
-
-
-def slice_cat_pad(x: Tensor, y: Tensor) -> Tensor:
-    half = x.size(-1) // 2
-    return functional.pad(torch.cat((x[:, half:] * 2.0, -y[:, :half]), -1), (0, 16))
-
-
-def linear_cross_entropy(x: Tensor, weight: Tensor, target: Tensor) -> Tensor:
-    return functional.cross_entropy(functional.linear(x, weight), target)
 
 
 # -- arguments -----------------------------------------------------------------------------------
@@ -356,7 +240,7 @@ def _no_roof(*_: int) -> Mapping[str, int]:
 
 _SMALL = (3, 20)
 _FP32 = ((4096, 4096),)
-_LIGER_NORM = ("liger_rms_norm", lambda f: lambda x, w: f(x, w, 1e-6, 0.0, "llama", False))
+_LIGER_NORM = ("liger_rms_norm", lambda fn: lambda x, w: fn(x, w, 1e-6, 0.0, "llama", False))
 
 
 def _rows(name: str, fn: Any, make: Any, forward: Any, backward: Any, **more: Any) -> Op:
@@ -364,61 +248,61 @@ def _rows(name: str, fn: Any, make: Any, forward: Any, backward: Any, **more: An
 
 
 OPS: tuple[Op, ...] = (
-    _rows("softmax", softmax, _matrices(1), (2,), (3,), fp32=_FP32,
-          liger=("liger_softmax", lambda f: f)),
-    _rows("softmax_columns", softmax_columns, _matrices(1), (2,), (3,)),
-    _rows("layernorm", layernorm, _matrices(1, weights=1, biases=1), (2, 2, 8), (3, 3, 8),
-          fp32=_FP32, liger=("liger_layer_norm", lambda f: lambda x, w, b: f(x, w, b, 1e-5))),
-    _rows("rmsnorm", rmsnorm, _matrices(1, weights=1), (2, 1, 4), (3, 2, 4), fp32=_FP32,
+    _rows("softmax", f.softmax, _matrices(1), (2,), (3,), fp32=_FP32,
+          liger=("liger_softmax", lambda fn: fn)),
+    _rows("softmax_columns", f.softmax_columns, _matrices(1), (2,), (3,)),
+    _rows("layernorm", f.layernorm, _matrices(1, weights=1, biases=1), (2, 2, 8), (3, 3, 8),
+          fp32=_FP32, liger=("liger_layer_norm", lambda fn: lambda x, w, b: fn(x, w, b, 1e-5))),
+    _rows("rmsnorm", f.rmsnorm, _matrices(1, weights=1), (2, 1, 4), (3, 2, 4), fp32=_FP32,
           liger=_LIGER_NORM),
     # nvFuser's formulas save dropout's mask and not the sum: 8 RNs + 2 RN in all, here 8 RNs
-    _rows("dropout_add_layernorm", dropout_add_layernorm, _matrices(2, weights=1, biases=1),
+    _rows("dropout_add_layernorm", f.dropout_add_layernorm, _matrices(2, weights=1, biases=1),
           (4, 2, 8), (4, 3, 8), dropout=True, fp32=_FP32),
-    _rows("dropout_add_rmsnorm", dropout_add_rmsnorm, _matrices(2, weights=1), (4, 1, 4),
+    _rows("dropout_add_rmsnorm", f.dropout_add_rmsnorm, _matrices(2, weights=1), (4, 1, 4),
           (4, 2, 4), dropout=True),
-    _rows("add_rmsnorm", add_rmsnorm, _matrices(2, weights=1), (4, 1, 4), (4, 2, 4),
+    _rows("add_rmsnorm", f.add_rmsnorm, _matrices(2, weights=1), (4, 1, 4), (4, 2, 4),
           liger=("liger_fused_add_rms_norm",
-                 lambda f: lambda x, r, w: f(x, r, w, 1e-6, 0.0, "llama", False))),
-    _rows("bias_gelu", bias_gelu, _matrices(1, biases=1), (2, 1), (3, 2)),
-    _rows("gelu_bias_gradient", bias_gelu, _matrices(1, biases=1, grads="last"), (2, 1), (2, 2),
+                 lambda fn: lambda x, r, w: fn(x, r, w, 1e-6, 0.0, "llama", False))),
+    _rows("bias_gelu", f.bias_gelu, _matrices(1, biases=1), (2, 1), (3, 2)),
+    _rows("gelu_bias_gradient", f.bias_gelu, _matrices(1, biases=1, grads="last"), (2, 1), (2, 2),
           phases=("backward",)),
     # nvFuser's saves relu's mask; as many bytes in all are moved when backward reads x instead
-    _rows("scale_bias_relu", scale_bias_relu, _matrices(1, biases=2, grads="first"), (2, 2),
+    _rows("scale_bias_relu", f.scale_bias_relu, _matrices(1, biases=2, grads="first"), (2, 2),
           (3, 2)),
-    _rows("swiglu", swiglu, _matrices(2), (3,), (5,), fp32=_FP32,
-          liger=("liger_swiglu", lambda f: f)),
-    _rows("mul", mul, _matrices(2), (3,), (5,)),
+    _rows("swiglu", f.swiglu, _matrices(2), (3,), (5,), fp32=_FP32,
+          liger=("liger_swiglu", lambda fn: fn)),
+    _rows("mul", f.mul, _matrices(2), (3,), (5,)),
     # the matrix's own gradient is the cotangent itself: nothing to do
-    _rows("broadcast_add", broadcast_add, _matrices(1, biases=1, grads="last"), (2, 1), (1, 1)),
-    _rows("reduction_epilogue", reduction_epilogue, _matrices(1, biases=1), (1, 2), (1, 3)),
+    _rows("broadcast_add", f.broadcast_add, _matrices(1, biases=1, grads="last"), (2, 1), (1, 1)),
+    _rows("reduction_epilogue", f.reduction_epilogue, _matrices(1, biases=1), (1, 2), (1, 3)),
     # both matrices have one gradient, which is written once
-    _rows("transpose_add", transpose_add, _matrices(2), (3,), (3,)),
-    _rows("slice_cat_pad", slice_cat_pad, _matrices(2), (2, 0, 32), (3,)),
-    Op("batch_norm_relu", batch_norm_relu, _images(statistics=True), _batch_norm, IMAGES,
+    _rows("transpose_add", f.transpose_add, _matrices(2), (3,), (3,)),
+    _rows("slice_cat_pad", f.slice_cat_pad, _matrices(2), (2, 0, 32), (3,)),
+    Op("batch_norm_relu", f.batch_norm_relu, _images(statistics=True), _batch_norm, IMAGES,
        (2, 4, 3, 3)),
-    Op("batch_norm_relu_nhwc", batch_norm_relu, _images(statistics=True, channels_last=True),
+    Op("batch_norm_relu_nhwc", f.batch_norm_relu, _images(statistics=True, channels_last=True),
        _batch_norm, IMAGES, (2, 4, 3, 3)),
-    Op("instance_norm", instance_norm, _images(), _plane_norm(0), IMAGES, (2, 4, 3, 3)),
-    Op("groupnorm_silu", groupnorm_silu, _images(), _plane_norm(32), IMAGES, (2, 4, 3, 3)),
-    Op("mask_softmax_dropout", mask_softmax_dropout, _scores, _attention,
+    Op("instance_norm", f.instance_norm, _images(), _plane_norm(0), IMAGES, (2, 4, 3, 3)),
+    Op("groupnorm_silu", f.groupnorm_silu, _images(), _plane_norm(32), IMAGES, (2, 4, 3, 3)),
+    Op("mask_softmax_dropout", f.mask_softmax_dropout, _scores, _attention,
        ((16, 12, 4), (16, 12, 128), (16, 16, 255), (16, 12, 512), (32, 16, 512), (32, 32, 512)),
        (2, 2, 5), dropout=True),
-    Op("cross_entropy", cross_entropy, _logits, _loss,
+    Op("cross_entropy", f.cross_entropy, _logits, _loss,
        ((128, 1000), (2048, 8192), (1024, 50257), (8192, 32000), (4096, 128256), (8192, 65536)),
        (4, 21), phases=("forward", "backward", "both"),
-       liger=("liger_cross_entropy", lambda f: f)),
-    Op("linear_cross_entropy", linear_cross_entropy, _head, _no_roof, ((8192, 2048, 128256),),
+       liger=("liger_cross_entropy", lambda fn: fn)),
+    Op("linear_cross_entropy", f.linear_cross_entropy, _head, _no_roof, ((8192, 2048, 128256),),
        (6, 8, 21), phases=("both",),
-       liger=("liger_fused_linear_cross_entropy", lambda f: lambda x, w, t: f(x, w, t))),
-    Op("rope", rope, _rotary, _rotation,
+       liger=("liger_fused_linear_cross_entropy", lambda fn: lambda x, w, t: fn(x, w, t))),
+    Op("rope", f.rope, _rotary, _rotation,
        ((1, 64, 4, 64), (2, 1000, 12, 80), (1, 1024, 32, 128), (1, 8192, 32, 128),
         (4, 4096, 32, 128), (2, 32768, 32, 128)),
-       (1, 5, 2, 6), liger=("liger_rope", lambda f: f)),
-    Op("embedding", embedding, _table, _lookup,
+       (1, 5, 2, 6), liger=("liger_rope", lambda fn: fn)),
+    Op("embedding", f.embedding, _table, _lookup,
        ((256, 1000, 64), (2048, 32000, 768), (4096, 50257, 768), (16384, 32000, 2048),
         (8192, 128256, 2048), (32768, 128256, 4096)),
        (7, 5, 6)),
-    Op("index_add", index_add, _scatter, _scattered,
+    Op("index_add", f.index_add, _scatter, _scattered,
        ((256, 1000, 64), (4096, 4096, 1024), (5000, 2049, 1031), (16384, 8192, 4096),
         (32768, 16384, 4096), (65536, 32768, 4096)),
        (7, 5, 6)),

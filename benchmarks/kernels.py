@@ -334,6 +334,10 @@ def main(arguments: list[str] | None = None) -> Path | None:
     if options.warm or options.time:
         compile_only(options) if options.warm else time_into(options)
         return None
+    if not options.cpu and not torch.cuda.is_available():
+        sys.exit(
+            "the kernels are timed on an NVIDIA GPU, and torch sees none: --cpu runs them tiny"
+        )
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         run = Run(options, options.caches or Path(folder))
         if options.cpu and not options.jobs:

@@ -233,6 +233,12 @@ def test_a_run_writes_its_results_and_goes_on(tmp_path, on_aten, capsys):
     assert "softmax_columns-3x20-fp32" in capsys.readouterr().out
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_the_run_says_so(tmp_path):
+    with pytest.raises(SystemExit, match="--cpu"):
+        kernels.main(["--out", str(tmp_path)])
+
+
 def test_results_of_another_commit_are_not_added_to(tmp_path):
     run = kernels.Run(_options(tmp_path), tmp_path)
     run.result["environment"]["commit"] = "0000000"
