@@ -279,8 +279,9 @@ def forget_choices(caches: Path) -> None:
 
     They were compared while other processes used the GPU.
     """
-    for choice in caches.rglob("*.best_config"):
-        choice.unlink()
+    for pattern in ("*.best_config", "tuned-*.json"):  # Inductor's, trainfuse's
+        for choice in caches.rglob(pattern):
+            choice.unlink()
 
 
 def failed_rows(case: Case, names: Sequence[str], why: str) -> list[Row]:

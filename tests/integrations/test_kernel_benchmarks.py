@@ -282,12 +282,10 @@ def test_a_hanging_process_is_ended(tmp_path, monkeypatch):
 
 def test_which_configuration_was_fastest_is_forgotten(tmp_path):
     (tmp_path / "ab").mkdir()
-    choice, code = tmp_path / "ab" / "k.best_config", tmp_path / "ab" / "k.py"
-    choice.touch()
-    code.touch()
+    for name in ("k.best_config", "tuned-large-NVIDIA-H200.json", "k.py", "k.json"):
+        (tmp_path / "ab" / name).touch()
     kernels.forget_choices(tmp_path)
-    assert not choice.exists()
-    assert code.exists()
+    assert {path.name for path in (tmp_path / "ab").iterdir()} == {"k.py", "k.json"}
 
 
 # -- the report ----------------------------------------------------------------------------------
