@@ -20,6 +20,7 @@ BACKENDS = ("triton", "inductor", "eager")
 MODES: Mapping[str, Mapping[str, Any]] = {
     "default": {},
     "reduce-overhead": {"cuda_graph": "require"},
+    "max-autotune": {"autotune": "full"},
 }
 """What each mode sets, unless the field itself is given beside it."""
 
@@ -244,6 +245,10 @@ class Settings:
     fuse_first: int | None = _switch(None, _integer(0, optional=True), "later groups stay ATen")
     fallback: bool = _on("a failing group raises instead of running as ATen")
     fma: bool = _on("Triton kernels round products and sums separately: slower", warns=True)
+    autotune: str = _switch(
+        "large", _choice("off", "large", "full"), "'full' compiles and times many kernels",
+        off="off", on="large",
+    )  # fmt: skip
     rng: str = _switch("fast", _choice("fast", "eager"), "dropout stays ATen, with eager's masks")
     memory_budget: float | int | None = _switch(None, _BUDGET, "recomputes more in the backward")
     max_plans: int = _switch(8, _integer(1), "another number of plans is kept", code=False)

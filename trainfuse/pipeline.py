@@ -28,13 +28,14 @@ from trainfuse import log
 from trainfuse.capture.lift import Captured
 from trainfuse.capture.optimizers import find_handle
 from trainfuse.codegen.ir import GroupKernel
-from trainfuse.codegen.lower import lower
+from trainfuse.codegen.lower import candidates, lower
 from trainfuse.codegen.support import unsupported
 from trainfuse.codegen.targets import CodegenOptions, Target
 from trainfuse.debug import dump, gather
 from trainfuse.debug.explain import Explanation
 from trainfuse.errors import UnfusedOperator
 from trainfuse.fields import Settings
+from trainfuse.fusion.cost import group_cost
 from trainfuse.fusion.grouping import plan_fusion
 from trainfuse.fusion.plan import FusionOptions, FusionPlan
 from trainfuse.fusion.rewrites.row_statistics import recompute_from_statistics
@@ -47,6 +48,7 @@ from trainfuse.runtime.gate import Gate
 from trainfuse.runtime.plan import Plan
 from trainfuse.runtime.program import RuntimeOptions
 from trainfuse.runtime.step_gate import StepGate
+from trainfuse.runtime.tune import Trial, tune
 
 _log = log.get_logger("gate")
 
@@ -148,6 +150,33 @@ def _lower(state: State) -> State:
     return replace(state, kernels=kernels, refusals=(*state.refusals, *refusals))
 
 
+_TUNED_BYTES = 32 << 20
+"""Bytes that a group moves, from which a search among a few kernels pays: about 8 us on an H200."""
+
+
+def _tune(state: State) -> State:
+    facts, depth = state.facts, state.facts.settings.autotune
+    if depth == "off" or facts.target.interpreted or facts.backend != "triton":
+        return state
+    assert state.fusion is not None
+    trials = {}
+    for group in state.fusion.groups:
+        large = depth == "full" or group_cost(group).effective_bytes >= _TUNED_BYTES
+        if large and group.name in state.kernels:
+            found = candidates(group, facts.target, CodegenOptions(), thorough=depth == "full")
+            trials[group.name] = Trial(group, tuple(found))
+    cache = shared_cache(facts.settings.cache_dir, os.cpu_count() or 1)
+    chosen = tune(
+        list(trials.values()), cache, facts.target.arch, depth=depth, fma=facts.settings.fma
+    )
+    kernels = dict(state.kernels)
+    for name, trial in trials.items():
+        kernels[name] = next(
+            (k for choice, k in trial.kernels if choice == chosen[trial.key]), kernels[name]
+        )
+    return replace(state, kernels=kernels)
+
+
 def tidy(graph: TrainingGraph) -> TrainingGraph:
     """Drop what computes nothing: identities, repeats, dead nodes, reads for a shape alone."""
     return cleanup(detach_creations(graph))
@@ -173,6 +202,7 @@ PASSES: tuple[tuple[str, Callable[[State], State], str], ...] = (
     ("slice", _slice, "differentiable subgraphs, small ones dissolved; nodes are final now"),
     ("fuse", _fuse, "groups per phase, each with its iteration domain"),
     ("lower", _lower, "one kernel source a group, or a refusal"),
+    ("tune", _tune, "on a GPU: the fastest of a few kernels for each group that is large"),
 )
 """Every pass in order: its name, itself, and what it requires or ensures."""
 
@@ -279,7 +309,7 @@ class Builder:
         began = time.perf_counter()
         device = device_of(captured.graph)
         facts = Facts(
-            self.settings,
+            replace(self.settings, autotune="off") if self._stop_at_plan else self.settings,
             target_of(device),
             choose_backend(self.settings, device),
             captured.kind,

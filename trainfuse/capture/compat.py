@@ -16,6 +16,7 @@ from torch._dynamo.backends.common import aot_autograd as _aot_autograd
 from torch._dynamo.side_effects import SideEffects
 from torch._dynamo.variables import builder, constant
 from torch._inductor.decomposition import select_decomp_table
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.nn.modules import module as module_hooks
 from torch.optim import optimizer as optimizer_module
 
@@ -84,6 +85,11 @@ def any_global_module_hooks() -> bool:
 
 
 # -- Dynamo ---------------------------------------------------------------------------------------
+
+
+def real_tensors() -> contextlib.AbstractContextManager[Any]:
+    """Within the block tensors are made on their device, though a graph is being compiled."""
+    return unset_fake_temporarily()
 
 
 CALLS = threading.RLock()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 
 
@@ -27,3 +28,9 @@ class Choice:
 
 MODEL = Choice()
 """Every knob as the cost model has it."""
+
+
+def products(**knobs: tuple[int | bool | None, ...]) -> list[Choice]:
+    """Every combination of the values of some knobs."""
+    rows = itertools.product(*knobs.values())
+    return [Choice(**dict(zip(knobs, row, strict=True))) for row in rows]  # type: ignore[arg-type]  # held alone is a bool

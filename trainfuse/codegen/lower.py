@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cache
+from typing import Protocol
 
 from torch import fx
 
@@ -21,14 +22,48 @@ from trainfuse.codegen.triton_printer import print_module
 from trainfuse.fusion.domains import DomainKind, infer
 from trainfuse.fusion.plan import FusionGroup
 
-Schedule = Callable[[Group, Target, CodegenOptions, Choice], Module]
+
+class Schedule(Protocol):
+    """A module that builds the kernels of one kind of group.
+
+    LIKELY: choices that a short search compares with the cost model's. OTHERS: all the rest.
+    """
+
+    LIKELY: tuple[Choice, ...]
+    OTHERS: tuple[Choice, ...]
+
+    def build(
+        self, group: Group, target: Target, options: CodegenOptions, choice: Choice
+    ) -> Module:
+        """The kernels; raises Unsupported."""
+        ...
+
+
 SCHEDULES: dict[DomainKind, Schedule] = {
-    "pointwise": pointwise.build,
-    "row": row.build,
-    "column": column.build,
-    "row_column": row_column.build,
-    "full": full.build,
+    "pointwise": pointwise,
+    "row": row,
+    "column": column,
+    "row_column": row_column,
+    "full": full,
 }
+
+
+def candidates(
+    group: Group, target: Target, options: CodegenOptions, *, thorough: bool
+) -> list[tuple[Choice, GroupKernel]]:
+    """Kernels of a group to be timed, the cost model's first: the likely few, or all.
+
+    Empty when the group has no kernel. Choices that give the same kernel count once.
+    """
+    schedule = SCHEDULES[group.domain.kind]
+    choices = (MODEL, *schedule.LIKELY, *(schedule.OTHERS if thorough else ()))
+    found: dict[str, tuple[Choice, GroupKernel]] = {}
+    for choice in choices:
+        kernel = lower(group, target, options, choice)
+        if isinstance(kernel, GroupKernel):
+            found.setdefault(kernel.key, (choice, kernel))
+    modelled = any(choice is MODEL for choice, _ in found.values())
+    return list(found.values()) if modelled else []
 
 
 def lower(
@@ -43,7 +78,9 @@ def lower(
     text, hence equal keys.
     """
     try:
-        module = SCHEDULES[group.domain.kind](group, target, options or CodegenOptions(), choice)
+        module = SCHEDULES[group.domain.kind].build(
+            group, target, options or CodegenOptions(), choice
+        )
     except Unsupported as refusal:
         node = refusal.node
         return Refusal("codegen", refusal.reason, f"{node.name}: {node.target}")
@@ -75,6 +112,7 @@ def lower_nodes(
     target: Target,
     options: CodegenOptions | None = None,
     name: str = "group",
+    choice: Choice = MODEL,
 ) -> GroupKernel | Refusal:
     """Lower nodes that are not part of a plan: builds the group, then the kernel."""
     domain = infer(nodes)
@@ -85,4 +123,4 @@ def lower_nodes(
         operand for node in nodes for operand in node.all_input_nodes if operand not in members
     )
     group = FusionGroup(name, "forward", tuple(nodes), tuple(inputs), tuple(outputs), domain)
-    return lower(group, target, options)
+    return lower(group, target, options, choice)

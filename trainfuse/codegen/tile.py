@@ -11,6 +11,8 @@ from torch import fx
 from trainfuse.fusion.domains import Domain
 
 INT32_LIMIT = 1 << 31
+_LONG, _EQUAL, _MOST_EQUAL = 4096, 512, 8
+"""Rows longer than _LONG are covered by up to _MOST_EQUAL equal blocks of at least _EQUAL."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,8 +64,12 @@ def divide_up(size: int, part: int) -> int:
 def cover(size: int, smallest: int = 128, pieces: int = 3) -> list[tuple[int, int]]:
     """(start, width) of power-of-two blocks that cover `size`, exactly when few of them do.
 
-    5120 is 4096 + 1024: no lane is wasted, no mask needed. 1000 is one masked block.
+    768 is 512 + 256: no lane is wasted, no mask needed. 1000 is one masked block. Long rows take
+    equal blocks, 5120 five of 1024: each thread then holds as much of one as of the next.
     """
+    lowest = size & -size
+    if size > _LONG and lowest >= _EQUAL and size // lowest <= _MOST_EQUAL:
+        return [(start, lowest) for start in range(0, size, lowest)]
     blocks: list[tuple[int, int]] = []
     start = 0
     while start < size:

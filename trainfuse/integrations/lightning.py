@@ -43,7 +43,7 @@ class FusionCallback(*callback_bases()):  # type: ignore[misc]  # the bases depe
 
     def __init__(
         self,
-        mode: Literal["default", "reduce-overhead"] = "default",
+        mode: Literal["default", "reduce-overhead", "max-autotune"] = "default",
         verify: Literal["off", "kernels", "step"] | int = "kernels",
         dynamic: bool | None = None,
         backend: Literal["triton", "inductor", "eager"] | None = None,

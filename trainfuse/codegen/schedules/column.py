@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from trainfuse.codegen.builder import Group
-from trainfuse.codegen.choices import Choice
+from trainfuse.codegen.choices import Choice, products
 from trainfuse.codegen.ir import Module
 from trainfuse.codegen.schedules import accumulate
 from trainfuse.codegen.schedules.common import describe, live_tiles, long, needed
@@ -19,6 +19,15 @@ STEPS = 4
 # Columns of a tile when neighbours in memory are neighbours of a column: whole sectors of it.
 FEW_COLUMNS = 4
 TILE_REGISTERS = 160
+
+
+LIKELY = (
+    Choice(warps=4, rows=16, block=128, per_sm=4),
+    Choice(warps=8, rows=32, block=128, per_sm=4),
+)
+OTHERS = tuple(
+    products(warps=(4, 8), rows=(16, 32, 64), block=(32, 64, 128, 256), per_sm=(2, 4, 8))
+)
 
 
 def build(group: Group, target: Target, options: CodegenOptions, choice: Choice) -> Module:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 
-import torch
 from torch import fx
 
 from autodiff.ops import lookup, op_name
@@ -86,9 +85,11 @@ def root(group: Group, node: fx.Node) -> fx.Node:
 
 
 def widest(group: Group) -> int:
-    """Bytes of the widest element read or written."""
-    values = [node.meta["val"] for node in (*group.inputs, *group.outputs)]
-    return max(value.dtype.itemsize for value in values if isinstance(value, torch.Tensor))
+    """Bytes of the widest element read or written, of values as large as the domain."""
+    domain = group.domain
+    nodes = [node for node in (*group.inputs, *group.outputs) if node in domain.axes]
+    whole = [node for node in nodes if len(own_axes(domain, node)) == len(domain.sizes)]
+    return max(node.meta["val"].dtype.itemsize for node in whole or nodes)
 
 
 def column_segments(size: int) -> list[Segment]:

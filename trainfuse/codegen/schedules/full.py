@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from trainfuse.codegen.builder import Group
-from trainfuse.codegen.choices import Choice
+from trainfuse.codegen.choices import Choice, products
 from trainfuse.codegen.ir import Module
 from trainfuse.codegen.schedules import accumulate
 from trainfuse.codegen.schedules.common import describe, needed
@@ -12,6 +12,10 @@ from trainfuse.codegen.tile import Segment, TileAxis, divide_up, power_of_two
 
 BLOCK = 2048
 PROGRAMS_PER_SM = 4
+
+
+LIKELY = (Choice(warps=8, block=1024, per_sm=8), Choice(warps=8, block=8192, per_sm=4))
+OTHERS = tuple(products(warps=(4, 8), block=(1024, 2048, 4096, 8192), per_sm=(2, 4, 8)))
 
 
 def build(group: Group, target: Target, options: CodegenOptions, choice: Choice) -> Module:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from torch import fx
 
 from trainfuse.codegen.builder import Builder, Group
-from trainfuse.codegen.choices import Choice
+from trainfuse.codegen.choices import Choice, products
 from trainfuse.codegen.ir import Module
 from trainfuse.codegen.schedules.common import (
     constants,
@@ -25,6 +25,14 @@ from trainfuse.codegen.tile import Segment, TileAxis, divide_up, power_of_two, v
 
 TILE_REGISTERS = 96
 TILE = 64  # side of a transposing tile: whole 32-byte sectors both ways, even for bytes
+
+
+LIKELY = (
+    Choice(warps=4, block=512),
+    Choice(warps=4, block=2048),
+    Choice(warps=8, block=2048),
+)
+OTHERS = tuple(products(warps=(4, 8), block=(512, 1024, 2048, 4096, 8192)))
 
 
 def build(group: Group, target: Target, options: CodegenOptions, choice: Choice) -> Module:

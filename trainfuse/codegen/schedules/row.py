@@ -6,7 +6,7 @@ from torch import fx
 
 from trainfuse.codegen import reductions
 from trainfuse.codegen.builder import Builder, Group
-from trainfuse.codegen.choices import Choice
+from trainfuse.codegen.choices import Choice, products
 from trainfuse.codegen.ir import Loop, Module
 from trainfuse.codegen.reductions import Accumulator
 from trainfuse.codegen.schedules import online
@@ -41,6 +41,18 @@ ROW_AND_COL = frozenset({"row", "col"})
 ROW_ELEMENTS = 1024
 # Registers a thread that live tiles may take, of 255; the rest is addresses and partial results.
 TILE_REGISTERS = 128
+
+
+LIKELY = (
+    Choice(warps=8, held=True),
+    Choice(warps=4, rows=2, held=True),
+    Choice(warps=8, block=1024, held=False),
+    Choice(warps=4, block=4096, held=False),
+)
+OTHERS = (
+    *products(warps=(1, 2, 4, 8, 16), rows=(1, 2, 4), held=(True,)),
+    *products(warps=(4, 8, 16), block=(1024, 2048, 4096, 8192), held=(False,)),
+)
 
 
 def build(group: Group, target: Target, options: CodegenOptions, choice: Choice) -> Module:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from trainfuse.codegen.builder import Group
-from trainfuse.codegen.choices import Choice
+from trainfuse.codegen.choices import Choice, products
 from trainfuse.codegen.ir import Module
 from trainfuse.codegen.schedules import accumulate
 from trainfuse.codegen.schedules.common import (
@@ -17,10 +17,25 @@ from trainfuse.codegen.targets import CodegenOptions, Target
 from trainfuse.codegen.tile import Segment, TileAxis, divide_up, floor_power, power_of_two
 from trainfuse.codegen.triton_ops import Unsupported
 
-WARPS_PER_SM = 16
 ELEMENTS_A_STEP = 512
 WARPS = 2
-TILE_REGISTERS = 160
+MAX_WARPS = 16
+# Elements of a row that a thread holds: a 16-byte load or two of bf16, and accumulators for each.
+ELEMENTS_A_THREAD = 16
+FEW_WARPS = 8
+MOST_PER_SM = 8
+FILE = 65536  # registers of a multiprocessor
+# Registers of a kernel, by the tiles that are alive: most are freed as soon as they are used.
+BASE_REGISTERS, TILE_SHARE = 20, 0.7
+
+
+LIKELY = (
+    Choice(warps=4, rows=1, per_sm=4),
+    Choice(warps=8, rows=1, per_sm=2),
+    Choice(warps=16, rows=1, per_sm=2),
+    Choice(warps=8, rows=2, per_sm=1),
+)
+OTHERS = tuple(products(warps=(2, 4, 8, 16), rows=(1, 2, 4), per_sm=(1, 2, 4, 8)))
 
 
 def build(group: Group, target: Target, options: CodegenOptions, choice: Choice) -> Module:
@@ -33,12 +48,13 @@ def build(group: Group, target: Target, options: CodegenOptions, choice: Choice)
     sums = sum(bool(reduced & frozenset(domain.rows)) for reduced in domain.reduced.values())
     live = live_tiles(group) + sums
     warps = choice.warps or num_warps(held, live)
-    if held * live / (32 * warps) > TILE_REGISTERS:
+    if registers(held, live, warps) > min(target.max_registers, FILE // (32 * warps)):
         raise Unsupported(group.nodes[-1], "its columns are too many to accumulate in registers")
     budget = 8192 if target.interpreted else ELEMENTS_A_STEP
     rows = min(floor_power(max(1, budget // held)), power_of_two(total))
     rows = choice.rows or rows
-    per_sm = choice.per_sm or max(1, WARPS_PER_SM // warps)
+    resident = int(FILE / (32 * warps * registers(held, live, warps)))
+    per_sm = choice.per_sm or max(1, min(resident, MOST_PER_SM))
     programs = min(per_sm * target.num_sms, divide_up(total, rows), accumulate.MAX_PROGRAMS)
     row_mask = "row_mask" if total % rows else ""
     tile = [
@@ -59,11 +75,13 @@ def build(group: Group, target: Target, options: CodegenOptions, choice: Choice)
 
 
 def num_warps(held: int, live: int) -> int:
-    """Warps that keep half the registers free, but 8 elements a thread: a 16-byte load of bf16."""
-    warps = WARPS
-    while warps < 16:
-        each = held / (32 * warps)
-        if each * live <= TILE_REGISTERS / 2 or (each < 16 and each * live <= TILE_REGISTERS):
-            break
+    """Warps that leave each thread a few loads of a row; more, when registers would not do."""
+    warps = min(max(WARPS, power_of_two(divide_up(held, 32 * ELEMENTS_A_THREAD))), FEW_WARPS)
+    while warps < MAX_WARPS and registers(held, live, warps) > FILE // (32 * warps):
         warps *= 2
     return warps
+
+
+def registers(held: int, live: int, warps: int) -> float:
+    """Registers a thread: a fit to what Triton's compiler took for norm backwards."""
+    return BASE_REGISTERS + TILE_SHARE * live * held / (32 * warps)

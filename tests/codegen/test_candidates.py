@@ -1,0 +1,88 @@
+"""Choices of a schedule: all of them compute the same, and the cost model's comes first."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from codegen_support import error, reference, run_case, trace
+from torch import Tensor
+from torch._decomp import get_decompositions
+from torch.nn import functional as F
+
+from autodiff.graph import Refusal
+from trainfuse.codegen.choices import MODEL
+from trainfuse.codegen.ir import GroupKernel
+from trainfuse.codegen.lower import SCHEDULES, candidates, lower, lower_nodes
+from trainfuse.codegen.targets import H200, CodegenOptions, Target
+from trainfuse.fusion.domains import infer
+from trainfuse.fusion.plan import FusionGroup
+
+
+def norm(x: Tensor, w: Tensor) -> Tensor:
+    return F.softmax(x * w, -1)
+
+
+def norm_sums(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+    y = x * w
+    z = y - y.mean(-1, keepdim=True)
+    return z, (z * x).sum(0)
+
+
+def column(x: Tensor, w: Tensor) -> Tensor:
+    return (x * w).sum(0)
+
+
+def total(x: Tensor, w: Tensor) -> Tensor:
+    return (x * w).sum()
+
+
+def pointwise(x: Tensor, w: Tensor) -> Tensor:
+    return torch.tanh(x * w)
+
+
+TABLE = get_decompositions([torch.ops.aten._softmax])
+FEW = Target("sm_90", 2)
+KINDS = {
+    "row": norm,
+    "row_column": norm_sums,
+    "column": column,
+    "full": total,
+    "pointwise": pointwise,
+}
+
+
+def group_of(name: str, rows: int, cols: int) -> FusionGroup:
+    case = trace(KINDS[name], [torch.randn(rows, cols), torch.randn(cols)], TABLE)
+    domain = infer(case.nodes)
+    assert not isinstance(domain, Refusal)
+    assert domain.kind == name
+    nodes, inputs, outputs = map(tuple, (case.nodes, case.externals, case.outputs))
+    return FusionGroup(name, "forward", nodes, inputs, outputs, domain)
+
+
+@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("size", [(64, 1024), (4096, 5120)])
+def test_the_models_choice_comes_first_and_kernels_differ(name: str, size: tuple[int, int]) -> None:
+    group = group_of(name, *size)
+    found = candidates(group, H200, CodegenOptions(), thorough=True)
+    assert found[0][0] is MODEL
+    assert found[0][1] == lower(group, H200)
+    keys = [kernel.key for _, kernel in found]
+    assert len(set(keys)) == len(keys) > 2
+    likely = candidates(group, H200, CodegenOptions(), thorough=False)
+    assert [choice for choice, _ in likely] == [choice for choice, _ in found[: len(likely)]]
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_every_choice_computes_the_same(name: str) -> None:
+    """A few of each schedule's, on sizes at which their tiles end within the tensors."""
+    args = [torch.randn(70, 300), torch.randn(300)]
+    case = trace(KINDS[name], args, TABLE)
+    exact = reference(case, args, torch.float64)
+    eager = reference(case, args, None)
+    schedule = SCHEDULES[name]  # type: ignore[index]  # a kind
+    for choice in (*schedule.LIKELY, *schedule.OTHERS[::7]):
+        kernel = lower_nodes(case.nodes, case.outputs, FEW, None, "group", choice)
+        assert isinstance(kernel, GroupKernel), choice
+        for ours, theirs, right in zip(run_case(case, args, kernel), eager, exact, strict=True):
+            assert error(ours, right) <= 2 * error(theirs, right) + 1e-6, choice
