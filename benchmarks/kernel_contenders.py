@@ -3,7 +3,8 @@
 eager: plain PyTorch. compile, compile-max-autotune: `torch.compile` of the function. liger:
 Liger-Kernel's function of that name, where it has one and is installed. trainfuse:
 `trainfuse.compile` of the function, its forward and backward run by autograd as regions; where
-both are timed in one call, of a step that does both. Every backward may run again: no donated
+both are timed in one call, of a step that does both; trainfuse-max-autotune: the same with
+`mode="max-autotune"`. Every backward may run again: no donated
 buffers, for all.
 """
 
@@ -28,7 +29,7 @@ from trainfuse.runtime.fallback import Boundary
 from trainfuse.testing import TensorError, double_precision, fused_masks, judge
 
 DEFAULT = ("eager", "compile", "trainfuse")
-ALL = (*DEFAULT, "compile-max-autotune", "liger")
+ALL = (*DEFAULT, "compile-max-autotune", "liger", "trainfuse-max-autotune")
 Call = Callable[..., Any]
 Results = Mapping[str, Tensor | None]
 _SEED = 11
@@ -122,6 +123,9 @@ def liger_version() -> str | None:
 def build(name: str, case: Case, args: tuple[Tensor, ...], *, verify: str = "kernels") -> Entrant:
     """A contender that has compiled nothing yet. verify: trainfuse's."""
     fn, both = case.op.fn, "both" in case.op.phases
+    ours = name.startswith("trainfuse")
+    mode = "max-autotune" if name.endswith("max-autotune") else "default"
+    more: dict[str, Any] = {"dynamic": False, "mode": mode, "verify": verify} if ours else {}
     match name:
         case "eager":
             call = fn
@@ -132,15 +136,15 @@ def build(name: str, case: Case, args: tuple[Tensor, ...], *, verify: str = "ker
         case "liger":
             call = liger_function(case)
             assert call is not None, f"{case.name} has no function of Liger-Kernel's"
-        case "trainfuse":
-            call = trainfuse.compile(fn, dynamic=False, whole_step=False, verify=verify)
+        case "trainfuse" | "trainfuse-max-autotune":
+            call = trainfuse.compile(fn, whole_step=False, **more)
         case _:
             raise ValueError(f"{name!r} is none of {ALL}")
     whole = None
-    if both and name == "trainfuse":
+    if both and ours:
         # captured like all others, not by trainfuse itself
         step = both_of(fn)
-        whole = trainfuse.compile(step, dynamic=False, cuda_graph="off", verify=verify)
+        whole = trainfuse.compile(step, cuda_graph="off", **more)
     elif both:
         whole = both_of(call)
     # its own inputs: batch norm writes to its statistics, some of Liger's kernels to their inputs
@@ -255,7 +259,7 @@ def check(entrant: Entrant, refs: References) -> dict[str, tuple[float | None, s
     elements are allowed 3.
     """
     case = entrant.case
-    if case.op.dropout and entrant.name != "trainfuse":
+    if case.op.dropout and not entrant.name.startswith("trainfuse"):
         return dict.fromkeys(case.op.phases, (None, "gradients unchecked: other masks"))
     torch.manual_seed(_SEED)
     ours = differentiate(entrant.call, clones(entrant.args))

@@ -15,14 +15,15 @@ from rich.table import Table
 
 LARGE = 64 << 20
 """Bytes of a floor from which the roof fraction counts."""
-CONTENDERS = ("eager", "compile", "compile-max-autotune", "liger", "trainfuse")
 COLOURS = {
     "eager": "#999999",
     "compile": "#1f77b4",
     "compile-max-autotune": "#17becf",
     "liger": "#ff7f0e",
     "trainfuse": "#d62728",
+    "trainfuse-max-autotune": "#8c1a1a",
 }
+CONTENDERS = tuple(COLOURS)
 _TELLING = ("failed", "WRONG", "not ", "ATen", "gradients unchecked: ", "the process")
 Row = Mapping[str, Any]
 
