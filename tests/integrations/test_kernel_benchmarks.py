@@ -119,6 +119,11 @@ def test_a_loss_and_its_gradients_are_one_whole_step(on_aten):
     assert "not captured whole" not in row["note"]
 
 
+def test_trainfuse_is_tuned_where_that_is_asked_for(on_aten):
+    rows = _rows("dropout_add_rmsnorm", ("trainfuse-max-autotune",))
+    assert all(row["ms"] and row["grad_error_ratio"] <= 2 for row in rows), rows[0]["note"]
+
+
 def test_a_wrong_kernel_is_noted(on_aten, monkeypatch):
     """Gradients under random cotangents: a backward that is off by 1% is found, the forward not."""
 
