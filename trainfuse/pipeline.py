@@ -6,6 +6,7 @@ The only module that sees every room.
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -48,7 +49,7 @@ from trainfuse.runtime.gate import Gate
 from trainfuse.runtime.plan import Plan
 from trainfuse.runtime.program import RuntimeOptions
 from trainfuse.runtime.step_gate import StepGate
-from trainfuse.runtime.tune import Trial, tune
+from trainfuse.runtime.tune import Trial, Tuner
 
 _log = log.get_logger("gate")
 
@@ -159,22 +160,20 @@ def _tune(state: State) -> State:
     if depth == "off" or facts.target.interpreted or facts.backend != "triton":
         return state
     assert state.fusion is not None
-    trials = {}
-    for group in state.fusion.groups:
-        large = depth == "full" or group_cost(group).effective_bytes >= _TUNED_BYTES
-        if large and group.name in state.kernels:
-            found = candidates(group, facts.target, CodegenOptions(), thorough=depth == "full")
-            trials[group.name] = Trial(group, tuple(found))
-    cache = shared_cache(facts.settings.cache_dir, os.cpu_count() or 1)
-    chosen = tune(
-        list(trials.values()), cache, facts.target.arch, depth=depth, fma=facts.settings.fma
-    )
-    kernels = dict(state.kernels)
-    for name, trial in trials.items():
-        kernels[name] = next(
-            (k for choice, k in trial.kernels if choice == chosen[trial.key]), kernels[name]
+    full = depth == "full"
+    trials = [
+        Trial(
+            group,
+            state.kernels[group.name],
+            functools.partial(candidates, group, facts.target, CodegenOptions(), thorough=full),
+            timed=full or group_cost(group).effective_bytes >= _TUNED_BYTES,
         )
-    return replace(state, kernels=kernels)
+        for group in state.fusion.groups
+        if group.name in state.kernels
+    ]
+    cache = shared_cache(facts.settings.cache_dir, os.cpu_count() or 1)
+    better = Tuner(cache, facts.target.arch, depth, facts.settings.fma)(trials)
+    return replace(state, kernels={**state.kernels, **better})
 
 
 def tidy(graph: TrainingGraph) -> TrainingGraph:
@@ -202,7 +201,7 @@ PASSES: tuple[tuple[str, Callable[[State], State], str], ...] = (
     ("slice", _slice, "differentiable subgraphs, small ones dissolved; nodes are final now"),
     ("fuse", _fuse, "groups per phase, each with its iteration domain"),
     ("lower", _lower, "one kernel source a group, or a refusal"),
-    ("tune", _tune, "on a GPU: the fastest of a few kernels for each group that is large"),
+    ("tune", _tune, "on a GPU: no kernel that spills, and for large groups the fastest of a few"),
 )
 """Every pass in order: its name, itself, and what it requires or ensures."""
 

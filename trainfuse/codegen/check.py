@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import importlib.util
 import re
-import subprocess
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from trainfuse.codegen.cubin import resources
 from trainfuse.codegen.ir import PREFIX, GroupKernel
 from trainfuse.codegen.targets import Target
 
@@ -92,15 +92,11 @@ def _usage(function: str, compiled: Any) -> Usage:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(compiled.asm["cubin"])
         file.flush()
-        tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-        text = subprocess.run(
-            [tool, "-res-usage", file.name], capture_output=True, text=True, check=True
-        ).stdout
-    numbers = {key: int(value) for key, value in re.findall(r"(REG|STACK|SHARED):(\d+)", text)}
+        taken = resources(Path(file.name))
     return Usage(
         function,
-        numbers["REG"],
-        numbers["STACK"],
+        taken["registers"],
+        taken["stack"],
         compiled.metadata.shared,
         compiled.asm["ptx"],
     )

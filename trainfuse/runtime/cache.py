@@ -2,7 +2,9 @@
 
     ROOT/kernels/KEY/kernel.py       the text that was compiled; tracebacks show it
     ROOT/kernels/KEY/STEM.cubin      one variant of one function
+    ROOT/kernels/KEY/STEM.usage      its registers and stack, as JSON
     ROOT/kernels/KEY/STEM.json       Triton's metadata of it, written last
+    ROOT/kernels/KEY/tuned-*.json    which choice of its schedule was found to be fastest
 
 KEY hashes the kernel's own key, its text, the architecture and the versions that shape the result.
 """
@@ -12,6 +14,7 @@ from __future__ import annotations
 import atexit
 import hashlib
 import importlib.metadata
+import json
 import os
 import shutil
 import stat
@@ -29,7 +32,7 @@ from trainfuse.log import INTERNALS, get_logger, say_once
 from trainfuse.runtime.compile_worker import write_atomically
 from trainfuse.runtime.workers import shared_pool
 
-_FORMAT = 1
+_FORMAT = 2
 _MAX_WORKERS = 16
 _log = get_logger("cache")
 
@@ -190,6 +193,13 @@ class KernelCache:
         with self._lock:
             _log.log(INTERNALS, "loaded GraphCache: %s %s", folder.name, variant.stem)
             return self._loaded.setdefault(key, kernel)
+
+    def stack(self, folder: Path, variant: Variant) -> int:
+        """Bytes of stack a thread that a compiled variant takes; 0 when that isn't known."""
+        try:
+            return int(json.loads((folder / f"{variant.stem}.usage").read_text())["stack"])
+        except (OSError, ValueError, KeyError, TypeError):
+            return 0
 
     def size(self) -> tuple[int, int]:
         """Number of kernels and bytes on disk."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -29,7 +30,7 @@ def load_source(path: Path) -> ModuleType:
 
 
 def compile_kernel(job: dict[str, Any]) -> None:
-    """Compile one function and leave `STEM.cubin` and `STEM.json` in the job's folder.
+    """Compile one function and leave `STEM.cubin`, `.usage` and `.json` in the job's folder.
 
     job: source, folder, stem, function, types (one a parameter), aligned, num_warps, num_stages,
     fma, arch (90 for sm_90). Files appear by renaming, metadata last: a reader never sees half a
@@ -38,6 +39,8 @@ def compile_kernel(job: dict[str, Any]) -> None:
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
+
+    from trainfuse.codegen.cubin import resources
 
     function = getattr(load_source(Path(job["source"])), job["function"])
     signature = dict(zip(function.arg_names, job["types"], strict=True))
@@ -55,6 +58,11 @@ def compile_kernel(job: dict[str, Any]) -> None:
     metadata = next(Path(p) for name, p in compiled.metadata_group.items() if name[-5:] == ".json")
     folder = Path(job["folder"])
     write_atomically(folder / f"{job['stem']}.cubin", compiled.asm["cubin"])
+    try:
+        taken = resources(folder / f"{job['stem']}.cubin")
+    except (OSError, subprocess.CalledProcessError):
+        taken = {}  # no working cuobjdump: nothing is known, and nothing rescheduled
+    write_atomically(folder / f"{job['stem']}.usage", json.dumps(taken).encode())
     write_atomically(folder / f"{job['stem']}.json", metadata.read_bytes())
 
 

@@ -1,5 +1,6 @@
-"""Picks among a schedule's candidates by timing them, once a kernel and GPU; remembered on disk.
+"""Picks among a schedule's candidates: one that doesn't spill; the fastest, where time is taken.
 
+Once a kernel, and GPU; the outcome is remembered on disk.
 Candidates differ in sizes only (`codegen.choices`), so whichever wins computes the same values up
 to the order of its sums, and passes the same gate.
 """
@@ -7,9 +8,10 @@ to the order of its sums, and passes the same gate.
 from __future__ import annotations
 
 import json
+import re
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,56 +35,105 @@ _MARGIN = 0.98
 _log = get_logger("cache")
 
 
+Candidates = Sequence[tuple[Choice, GroupKernel]]
+
+
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """A group with its kernels: the cost model's first, then the ones to compare it with."""
+    """A group, its kernel by the cost model, and how to get the ones to compare that with.
+
+    search: the candidates, the model's first; called only when they are wanted. timed: whether the
+    fastest is wanted, or only one that doesn't spill.
+    """
 
     group: FusionGroup
-    kernels: tuple[tuple[Choice, GroupKernel], ...]
-
-    @property
-    def key(self) -> str:
-        """Key of the model's kernel: what the outcome is remembered by."""
-        return self.kernels[0][1].key
+    kernel: GroupKernel
+    search: Callable[[], Candidates]
+    timed: bool
 
 
-def tune(
-    trials: Sequence[Trial], cache: KernelCache, arch: str, *, depth: str, fma: bool
-) -> dict[str, Choice]:
-    """The fastest choice of each trial, by the key of its model's kernel.
+@dataclass(frozen=True, slots=True)
+class Tuner:
+    """Where kernels are compiled and run, and how far the search goes (part of what is noted)."""
 
-    depth: how the candidates were picked; the outcome of another depth is not taken over. Needs
-    the GPU that the kernels are for. A candidate that doesn't compile or launch loses. Device
-    memory for one group's tensors is taken and given back; a group that doesn't fit keeps the
-    model's choice. The random state is not touched.
-    """
-    unique = {trial.key: trial for trial in trials}
-    notes = {key: _note(trial, cache, arch, depth) for key, trial in unique.items()}
-    found = {key: choice for key, path in notes.items() if (choice := _read(path)) is not None}
-    open_ = [trial for key, trial in unique.items() if key not in found]
-    launchers = {
-        trial.key: [
-            (choice, GroupLauncher(trial.group, kernel, cache, arch, fma=fma))
-            for choice, kernel in trial.kernels
-        ]
-        for trial in open_
-    }
-    every = [launcher for many in launchers.values() for _, launcher in many]
-    failed = cache.compile((w for launcher in every for w in launcher.wanted), arch)
-    with compat.real_tensors(), torch.no_grad():
-        for trial in open_:
-            usable = [
-                (choice, launcher)
-                for choice, launcher in launchers[trial.key]
-                if not any(w in failed for w in launcher.wanted)
-            ]
-            times = _times(trial.group, usable)
-            found[trial.key] = best = _fastest(times)
-            _write(notes[trial.key], best, times)
-            _log.info("%s: %s of %d candidates", trial.group.name, best, len(times))
-        if open_:
+    cache: KernelCache
+    arch: str
+    depth: str
+    fma: bool
+
+    def __call__(self, trials: Sequence[Trial]) -> dict[str, GroupKernel]:
+        """The kernel to use for each group whose model's choice is not the best, by group name.
+
+        Needs the GPU that the kernels are for. A candidate that doesn't compile loses. Device
+        memory for one group's tensors is taken and given back; a group that doesn't fit keeps the
+        model's choice. The random state is not touched.
+        """
+        models = {trial.kernel.key: trial for trial in trials}
+        launchers = {key: self._launcher(t.group, t.kernel) for key, t in models.items()}
+        self.cache.compile((w for each in launchers.values() for w in each.wanted), self.arch)
+        wanted = {
+            key: trial
+            for key, trial in models.items()
+            if trial.timed or self._stack(launchers[key]) > 0
+        }
+        notes = {key: self._note(trial) for key, trial in wanted.items()}
+        found = {key: choice for key, path in notes.items() if (choice := _read(path)) is not None}
+        candidates = {key: trial.search() for key, trial in wanted.items()}
+        new = {key: candidates[key] for key in wanted if key not in found}
+        if new:
+            found |= self._compare(wanted, new, notes)
+        best = {
+            key: kernel
+            for key, many in candidates.items()
+            for choice, kernel in many
+            if choice == found[key] != MODEL
+        }
+        return {
+            trial.group.name: replace(best[trial.kernel.key], name=trial.group.name)
+            for trial in trials
+            if trial.kernel.key in best
+        }
+
+    def _compare(
+        self,
+        trials: Mapping[str, Trial],
+        candidates: Mapping[str, Candidates],
+        notes: Mapping[str, Path],
+    ) -> dict[str, Choice]:
+        launchers = {
+            key: [(choice, self._launcher(trials[key].group, kernel)) for choice, kernel in many]
+            for key, many in candidates.items()
+        }
+        every = [launcher for many in launchers.values() for _, launcher in many]
+        failed = self.cache.compile((w for each in every for w in each.wanted), self.arch)
+        found: dict[str, Choice] = {}
+        with compat.real_tensors(), torch.no_grad():
+            for key, many in launchers.items():
+                usable = [(c, each) for c, each in many if not set(each.wanted) & set(failed)]
+                measured: dict[Choice, float] = {}
+                if trials[key].timed:
+                    measured = _times(trials[key].group, usable)
+                    found[key] = _fastest(measured)
+                else:
+                    found[key] = min(usable, key=lambda it: self._stack(it[1]), default=(MODEL,))[0]
+                _write(notes[key], found[key], measured)
+                _log.info("%s: %s of %d choices", trials[key].group.name, found[key], len(usable))
             torch.cuda.empty_cache()  # a CUDA graph's pool can't use what is cached here
-    return found
+        return found
+
+    def _launcher(self, group: FusionGroup, kernel: GroupKernel) -> GroupLauncher:
+        return GroupLauncher(group, kernel, self.cache, self.arch, fma=self.fma)
+
+    def _stack(self, launcher: GroupLauncher) -> int:
+        return max(self.cache.stack(*wanted) for wanted in launcher.wanted)
+
+    def _note(self, trial: Trial) -> Path:
+        """Where the outcome lies: beside the model's kernel, by GPU if it was timed."""
+        folder = self.cache.entry(trial.kernel.key, trial.kernel.source, self.arch)
+        if not trial.timed:
+            return folder / "tuned-stack.json"
+        name = torch.cuda.get_device_name(trial.group.outputs[0].meta["val"].device)
+        return folder / f"tuned-{self.depth}-{re.sub(r'[^A-Za-z0-9]+', '-', name)}.json"
 
 
 def _fastest(times: Mapping[Choice, float]) -> Choice:
@@ -134,13 +185,6 @@ def _stand_in(node: fx.Node, random: torch.Generator) -> Tensor:
     elif value.dtype == torch.bool:
         flat.fill_(True)
     return flat.as_strided(value.shape, value.stride(), value.storage_offset())
-
-
-def _note(trial: Trial, cache: KernelCache, arch: str, depth: str) -> Path:
-    model = trial.kernels[0][1]
-    folder = cache.entry(model.key, model.source, arch)
-    name = torch.cuda.get_device_name(trial.group.outputs[0].meta["val"].device)
-    return folder / f"tuned-{depth}-{name.replace(' ', '-').replace('/', '-')}.json"
 
 
 def _read(path: Path) -> Choice | None:
