@@ -51,7 +51,7 @@ def test_variants_compile_and_nothing_is_pickled(pool_folder: Path) -> None:
     names = {path.name for path in folder.iterdir()}
     assert names == {
         "kernel.py",
-        *(f"{v.stem}{s}" for v in (ALIGNED, UNALIGNED) for s in (".json", ".cubin")),
+        *(f"{v.stem}{s}" for v in (ALIGNED, UNALIGNED) for s in (".json", ".cubin", ".usage")),
     }
     assert (folder / "kernel.py").read_text() == SOURCE
     metadata = json.loads((folder / f"{ALIGNED.stem}.json").read_text())

@@ -228,7 +228,8 @@ _KEPT_WHOLE = (
     "aten.native_layer_norm", "aten.native_group_norm", "aten.native_batch_norm",
     "aten._native_batch_norm", "aten.cudnn_batch_norm", "aten.miopen_batch_norm",
     "aten._batch_norm", "aten.batch_norm", "aten._fused_rms_norm", "aten.index_add",
-    "aten.bernoulli", "aten.rand", "aten.randn", "aten.randint", "aten.uniform", "aten.normal",
+    "aten.gelu", "aten.bernoulli", "aten.rand", "aten.randn", "aten.randint", "aten.uniform",
+    "aten.normal",
 )  # fmt: skip
 """Ops that stay one node until recompute has run, or for good; see the op table."""
 

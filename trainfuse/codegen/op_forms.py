@@ -122,12 +122,9 @@ def nan_to_num(args: Args) -> str:
     return f"tl.where({x} != {x}, {nan}, {inner})"
 
 
-_GELU_TANH = "0.7978845608028654 * ({self} + 0.044715 * {self} * {self} * {self})"
-
-
 def gelu(args: Args) -> str:
     if args.number("approximate") == "tanh":
-        return f"0.5 * {{self}} * (1.0 + libdevice.tanh({_GELU_TANH}))".format_map(args)
+        return "lib.gelu_tanh({self})".format_map(args)
     return "0.5 * {self} * (1.0 + libdevice.erf({self} * 0.7071067811865476))".format_map(args)
 
 

@@ -144,8 +144,6 @@ def spread(builder: Builder, value: Value, axis: str, index: int, text: str) -> 
 def reduce_held(builder: Builder, red: Reduction, axis: str) -> None:
     """Reduce a value whose whole extent along `axis` is held in registers."""
     value, texts = operand(builder, red, axis)
-    position = builder.tile[axis].position
-    assert position is not None
     deps = value.deps - {axis}
     note = op_name(red.node.target)
     base = builder.name_of(red.node)
@@ -153,15 +151,24 @@ def reduce_held(builder: Builder, red: Reduction, axis: str) -> None:
     if red.moments:
         held_moments(builder, red, axis, texts, deps)
         return
-    parts = [
-        lanes(builder, red, guarded(builder, (axis,), i, text, red.identity), position)
-        for i, text in enumerate(texts)
-    ]
-    total = join_parts(red, parts)
+    parts = [guarded(builder, (axis,), i, text, red.identity) for i, text in enumerate(texts)]
+    total = whole_row(builder, red, axis, parts)
     if red.op == "mean":
-        total = f"({total}) / {red.count}" if len(parts) > 1 else f"{total} / {red.count}"
+        total = f"({total}) / {red.count}"
     builder.body.append(Reduce(base, total, note))
     builder.put(red.node, Value((base,), deps, len(builder.scopes) - 1, red.dtype))
+
+
+def whole_row(builder: Builder, red: Reduction, axis: str, parts: Sequence[str]) -> str:
+    """All segments of a row, reduced. Equal ones are combined lane by lane first.
+
+    Each reduction over lanes costs the warps of a program two barriers.
+    """
+    position = builder.tile[axis].position
+    assert position is not None
+    if len({builder.segment(axis, index).width for index in range(len(parts))}) == 1:
+        return lanes(builder, red, join_parts(red, parts), position)
+    return join_parts(red, [lanes(builder, red, part, position) for part in parts])
 
 
 def join_parts(red: Reduction, parts: Sequence[str]) -> str:
@@ -178,30 +185,22 @@ def held_moments(
     builder: Builder, red: Reduction, axis: str, texts: Sequence[str], deps: frozenset[str]
 ) -> None:
     """Variance in two passes over registers: never E[x^2] - E[x]^2."""
-    position = builder.tile[axis].position
     note = op_name(red.node.target)
     base = builder.name_of(red.node)
-    assert position is not None
-    sums = [
-        lanes(builder, red, guarded(builder, (axis,), i, text, "0.0"), position)
-        for i, text in enumerate(texts)
-    ]
-    joined = " + ".join(sums)
+    parts = [guarded(builder, (axis,), i, text, "0.0") for i, text in enumerate(texts)]
     mean = f"{base}_mean"
-    builder.body.append(
-        Reduce(
-            mean, f"({joined}) / {red.count}" if len(sums) > 1 else f"{joined} / {red.count}", note
-        )
-    )
+    total = whole_row(builder, red, axis, parts)
+    builder.body.append(Reduce(mean, f"({total}) / {red.count}", note))
     squares: list[str] = []
     for index, text in enumerate(texts):
         name = f"{base}_d" if len(texts) == 1 else f"{base}_d{index}"
         builder.body.append(
             Define(name, guarded(builder, (axis,), index, f"{text} - {mean}", "0.0"))
         )
-        squares.append(lanes(builder, red, f"{name} * {name}", position))
+        squares.append(f"{name} * {name}")
     m2 = f"{base}_m2"
-    builder.body.append(Reduce(m2, " + ".join(squares), "sum of squared deviations"))
+    total = whole_row(builder, red, axis, squares)
+    builder.body.append(Reduce(m2, total, "sum of squared deviations"))
     put_moments(builder, red, mean, m2, deps)
 
 

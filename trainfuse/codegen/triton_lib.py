@@ -141,12 +141,24 @@ def gelu_slope(x):
 
 
 @triton.jit
+def gelu_tanh(x):
+    """gelu's tanh form, 0.5 x (1 + tanh u), as x sigmoid(2u): the same, with less arithmetic."""
+    twice = 1.5957691216057308 * (x + 0.044715 * x * x * x)
+    return x / (1.0 + libdevice.exp(-twice))
+
+
+@triton.jit
 def gelu_tanh_slope(x):
-    """Derivative of gelu's tanh form. Source: ATen's GeluBackward kernel."""
-    inner = 0.7978845608028654 * (x + 0.044715 * x * x * x)
-    tanh = libdevice.tanh(inner)
-    inner_slope = 0.7978845608028654 * (1.0 + 3.0 * 0.044715 * x * x)
-    return 0.5 * (1.0 + tanh) + 0.5 * x * (1.0 - tanh * tanh) * inner_slope
+    """Derivative of gelu's tanh form, with s = sigmoid(2u): s + 2 x s (1 - s) u'.
+
+    From exp(-2 |u|), which can't overflow: s (1 - s) is then a product, without cancellation.
+    """
+    twice = 1.5957691216057308 * (x + 0.044715 * x * x * x)
+    small = libdevice.exp(-tl.abs(twice))
+    upper = 1.0 / (1.0 + small)
+    lower = small * upper
+    slope = 1.5957691216057308 * (1.0 + 0.134145 * x * x)
+    return tl.where(twice >= 0, upper, lower) + x * (lower * upper) * slope
 
 
 @triton.jit

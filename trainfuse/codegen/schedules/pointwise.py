@@ -24,6 +24,7 @@ from trainfuse.codegen.targets import CodegenOptions, Target
 from trainfuse.codegen.tile import Segment, TileAxis, divide_up, power_of_two, value_strides
 
 TILE_REGISTERS = 96
+SMALLEST = 256  # elements a program, where there are fewer blocks than multiprocessors
 TILE = 64  # side of a transposing tile: whole 32-byte sectors both ways, even for bytes
 
 
@@ -111,6 +112,8 @@ def flat_block(group: Group, target: Target, size: int, choice: Choice) -> tuple
     block = 128 * per_thread * (2 if double else 1)
     # Small tensors: rather more programs than longer ones.
     while block > 128 * per_thread and size < block * target.num_sms * 4:
+        block //= 2
+    while block > SMALLEST and size < block * target.num_sms:
         block //= 2
     return max(min(block, power_of_two(size)), 1), 4
 
