@@ -10,7 +10,7 @@ from torch._decomp import get_decompositions
 from torch.nn import functional as F
 
 from autodiff.graph import Refusal
-from trainfuse.codegen.choices import MODEL
+from trainfuse.codegen.choices import MODEL, Choice
 from trainfuse.codegen.ir import GroupKernel
 from trainfuse.codegen.lower import SCHEDULES, candidates, lower, lower_nodes
 from trainfuse.codegen.targets import H200, CodegenOptions, Target
@@ -71,6 +71,37 @@ def test_the_models_choice_comes_first_and_kernels_differ(name: str, size: tuple
     assert len(set(keys)) == len(keys) > 2
     likely = candidates(group, H200, CodegenOptions(), thorough=False)
     assert [choice for choice, _ in likely] == [choice for choice, _ in found[: len(likely)]]
+
+
+def norm_backward(g: Tensor, x: Tensor, w: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Two levels of row reductions, a sum over rows at each, and a mask along the row."""
+    scaled = g * w
+    first = scaled.mean(-1, keepdim=True)
+    second = (scaled * x).mean(-1, keepdim=True)
+    grad = (scaled - first - x * second) * rstd
+    return grad, (g * x).sum(0), (grad * grad).sum(0)
+
+
+@pytest.mark.parametrize("width", [300, 512, 2100])
+@pytest.mark.parametrize("rows", [2, 7])
+def test_a_wide_row_is_walked_in_segments(rows: int, width: int) -> None:
+    args = [torch.randn(rows, width) for _ in range(2)] + [torch.randn(width), torch.rand(rows, 1)]
+    case = trace(norm_backward, args, TABLE)
+    walked = Choice(held=False, block=128)
+    kernel = lower_nodes(case.nodes, case.outputs, FEW, None, "group", walked)
+    assert isinstance(kernel, GroupKernel)
+    assert "tl.debug_barrier()" in kernel.source
+    exact, eager = (reference(case, args, dtype) for dtype in (torch.float64, None))
+    for ours, theirs, right in zip(run_case(case, args, kernel), eager, exact, strict=True):
+        assert error(ours, right) <= 2 * error(theirs, right) + 1e-6
+
+
+def test_widths_beyond_the_registers_are_walked_by_the_model() -> None:
+    args = [torch.randn(4, 16384, dtype=torch.bfloat16) for _ in range(2)]
+    args += [torch.randn(16384, dtype=torch.bfloat16), torch.rand(4, 1, dtype=torch.bfloat16)]
+    kernel = lower_nodes(*(lambda c: (c.nodes, c.outputs))(trace(norm_backward, args, TABLE)), H200)
+    assert isinstance(kernel, GroupKernel)
+    assert "tl.debug_barrier()" in kernel.source
 
 
 @pytest.mark.parametrize("name", KINDS)

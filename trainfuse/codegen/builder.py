@@ -121,9 +121,17 @@ class Builder:
     ) -> tuple[list[str], int]:
         """Names for a new value, and its depth."""
         count = self.segments(deps)
-        base = self.name_of(node) + self.suffix
+        base = self.name_of(node) + (self.suffix if self.segmented in deps else "")
         names = [base] if count == 1 else [f"{base}_{index}" for index in range(count)]
         return names, self.depth_of(deps, operands)
+
+    def forget(self, axis: str) -> dict[fx.Node, Value | tuple[Value, ...]]:
+        """Take out what the current scope holds along a tile axis: to be emitted anew."""
+        values = self.scopes[-1].values
+        gone = {node: v for node, v in values.items() if isinstance(v, Value) and axis in v.deps}
+        for node in gone:
+            del values[node]
+        return gone
 
     def put(self, node: fx.Node, value: Value) -> Value:
         self.scopes[value.depth].values[node] = value

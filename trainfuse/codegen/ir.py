@@ -93,6 +93,13 @@ class Store:
 
 
 @dataclass(frozen=True, slots=True)
+class Barrier:
+    """All warps of a program meet; no load from before it is merged with one from after it."""
+
+    note: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class Loop:
     """for var in range(start, stop, step)."""
 
@@ -104,7 +111,7 @@ class Loop:
     note: str = ""
 
 
-Statement = Constant | Define | Load | Map | Reduce | Random | Store | Loop
+Statement = Constant | Define | Load | Map | Reduce | Random | Store | Barrier | Loop
 
 
 @dataclass(frozen=True, slots=True)

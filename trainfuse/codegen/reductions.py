@@ -145,17 +145,27 @@ def reduce_held(builder: Builder, red: Reduction, axis: str) -> None:
     """Reduce a value whose whole extent along `axis` is held in registers."""
     value, texts = operand(builder, red, axis)
     deps = value.deps - {axis}
-    note = op_name(red.node.target)
-    base = builder.name_of(red.node)
     texts = [spread(builder, value, axis, i, text) for i, text in enumerate(texts)]
     if red.moments:
         held_moments(builder, red, axis, texts, deps)
         return
     parts = [guarded(builder, (axis,), i, text, red.identity) for i, text in enumerate(texts)]
+    reduce_parts(builder, red, axis, parts, deps)
+
+
+def reduce_parts(
+    builder: Builder,
+    red: Reduction,
+    axis: str,
+    parts: Sequence[str],
+    deps: frozenset[str] = frozenset({"row"}),
+) -> None:
+    """Give a sum, mean or extremum its value from its segments' operands; deps: what it keeps."""
+    base = builder.name_of(red.node)
     total = whole_row(builder, red, axis, parts)
     if red.op == "mean":
         total = f"({total}) / {red.count}"
-    builder.body.append(Reduce(base, total, note))
+    builder.body.append(Reduce(base, total, op_name(red.node.target)))
     builder.put(red.node, Value((base,), deps, len(builder.scopes) - 1, red.dtype))
 
 
@@ -271,13 +281,15 @@ def start(builder: Builder, acc: Accumulator) -> None:
             builder.note(name, f"tl.full({shape}, {identity}, {kind})")
 
 
-def accumulate(builder: Builder, acc: Accumulator) -> None:
-    """One block into the accumulators."""
+def accumulate(
+    builder: Builder, acc: Accumulator, into: Sequence[Sequence[str]] | None = None
+) -> None:
+    """One block into the accumulators; into: their names, one list a segment, if not their own."""
     red = acc.red
     value, texts = operand(builder, red, acc.axes[-1])
     for index in range(builder.segments(acc.deps)):
         text = texts[index if len(texts) > 1 else 0]
-        names = acc.names(builder, index)
+        names = acc.names(builder, index) if into is None else into[index]
         masks = [builder.segment(axis, index).mask for axis in acc.axes]
         mask = " & ".join(mask for mask in masks if mask)
         if red.moments:

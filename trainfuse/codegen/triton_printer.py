@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from trainfuse.codegen.ir import (
+    Barrier,
     Constant,
     Define,
     Kernel,
@@ -75,6 +76,8 @@ def _simple(statement: Statement, indent: str) -> str:
             | Random(name, expr, note)
         ):
             text = f"{name} = {expr}"
+        case Barrier(note):
+            text = "tl.debug_barrier()"
         case _:
             raise AssertionError(statement)
     line = indent + text

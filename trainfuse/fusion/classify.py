@@ -8,14 +8,19 @@ from typing import Literal
 
 from torch import fx
 
+from autodiff.ops import op_name
 from trainfuse.fusion.axes import Misfit
 
 DomainKind = Literal["pointwise", "row", "column", "row_column", "full"]
 Axes = frozenset[int]
 Side = Literal["cols", "rows", "both"]
 
-# Column accumulators of a row-and-column kernel live in registers; wider rows spill.
+# Column accumulators of a row-and-column kernel live in registers, beside a row up to this width.
 MAX_ROW_COLUMN_WIDTH = 8192
+# A wider row is read again for each level of its reductions; so many accumulators fit alone.
+MAX_ACCUMULATORS = 36864
+SEGMENTWISE = ("aten.sum.", "aten.mean.", "aten.amax.", "aten.amin.")
+"""Reductions of a row that is read in segments."""
 # A reduction over everything that is read back runs in one program, so it must stay small.
 MAX_SINGLE_PROGRAM = 1 << 16
 # Rows that are only summed, too few to occupy a GPU and too long for one program each.
@@ -52,10 +57,20 @@ def classify(
         kind = "column" if cols else "full"
     width = math.prod(sizes[axis] for axis in cols)
     if kind == "row_column" and width > MAX_ROW_COLUMN_WIDTH:
-        raise Misfit(nodes[-1], "its columns are too many to accumulate in registers")
+        check_wide(nodes, sides, width)
     if kind == "row" and not rows and width > MAX_SINGLE_PROGRAM:
         raise Misfit(nodes[-1], "a reduction over everything is read back")
     return tuple(sorted(rows)), tuple(sorted(cols)), kind
+
+
+def check_wide(nodes: Sequence[fx.Node], sides: Mapping[fx.Node, Side], width: int) -> None:
+    """Whether rows that are too wide to be held can be walked; Misfit when they can't."""
+    for node, where in sides.items():
+        if where == "cols" and not op_name(node.target).startswith(SEGMENTWISE):
+            raise Misfit(node, "it needs a row whole that is too wide for registers")
+    sums = sum(where != "cols" for where in sides.values())
+    if sums * width > MAX_ACCUMULATORS:
+        raise Misfit(nodes[-1], "its columns are too many to accumulate in registers")
 
 
 def axes_read_back(

@@ -5,24 +5,26 @@ The order of every sum is fixed by the grid, so results are deterministic; there
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from torch import fx
 
 from trainfuse.codegen import reductions
 from trainfuse.codegen.builder import Builder, Group
-from trainfuse.codegen.ir import ArgRef, Kernel, Load, Loop, Module, Store, Workspace
+from trainfuse.codegen.ir import ArgRef, Barrier, Kernel, Load, Loop, Module, Store, Workspace
 from trainfuse.codegen.reductions import Accumulator, Reduction
 from trainfuse.codegen.schedules.common import (
     constants,
     describe,
     kernel,
+    levels,
     long,
     needed,
     own_axes,
     preload,
 )
+from trainfuse.codegen.scope import Value
 from trainfuse.codegen.targets import Target
 from trainfuse.codegen.tile import Segment, TileAxis, divide_up, power_of_two
 
@@ -35,7 +37,8 @@ class Plan:
     """How rows are divided.
 
     programs: how many share the rows. block: rows a step. name, doc: of the main kernel.
-    grid_cols: programs along the columns.
+    grid_cols: programs along the columns. walked: one row at a time, read segment by segment, anew
+    for each level of its reductions: only accumulators are held.
     """
 
     programs: int
@@ -44,6 +47,7 @@ class Plan:
     doc: str
     warps: int
     grid_cols: int = 1
+    walked: bool = False
 
 
 def late_nodes(group: Group) -> tuple[list[fx.Node], list[fx.Node]]:
@@ -105,6 +109,108 @@ def row_loop(
     builder.body.append(Loop("start", first, "ROWS", str(step), body))
 
 
+def walked_loop(
+    builder: Builder, group: Group, plan: Plan, early: list[fx.Node], accs: list[Accumulator]
+) -> None:
+    """The loop over rows that don't fit into registers beside the accumulators.
+
+    A row's second reading finds it in the multiprocessor's cache. Segments are emitted one after
+    the other, and the next one's loads before the stores of the one at hand.
+    """
+    whole = builder.tile["col"]
+    into = {acc: [acc.names(builder, i) for i in range(len(whole.segments))] for acc in accs}
+    for acc in accs:
+        reductions.start(builder, acc)
+    builder.push("row", "col")
+    builder.note("row", long(group, "start"))
+    rows = frozenset(n for n in early if group.domain.reduced.get(n))
+    level = levels([*early, *(acc.red.node for acc in accs)], rows)
+    for current in range(max(level.values()) + 1):
+        if current:
+            builder.body.append(Barrier("the row is read again"))
+        step = Level(
+            current,
+            [reductions.parse(n, group.domain) for n in early if n in rows and level[n] == current],
+            [n for n in early if n in group.outputs and n not in rows and level[n] == current],
+            [acc for acc in accs if level[acc.red.node] == current],
+        )
+        step.emit(builder, whole, into)
+        for red in step.reds:
+            if red.node in group.outputs:
+                builder.store(red.node)
+    body = builder.pop()
+    builder.body.append(Loop("start", "tl.program_id(0)", "ROWS", str(plan.programs), body))
+
+
+@dataclass(frozen=True, slots=True)
+class Level:
+    """What one reading of a row does: reductions of it, stores, and sums over rows."""
+
+    number: int
+    reds: list[Reduction]
+    stored: list[fx.Node]
+    accs: list[Accumulator]
+
+    def emit(
+        self,
+        builder: Builder,
+        whole: TileAxis,
+        into: Mapping[Accumulator, Sequence[Sequence[str]]],
+    ) -> None:
+        """Segment by segment; afterwards the builder has the reductions, and nothing along them."""
+        parts: dict[fx.Node, list[str]] = {red.node: [] for red in self.reds}
+        wanted = [*self.stored, *(acc.red.node for acc in self.accs), *parts]
+        ready = self.load(builder, whole, 0, wanted)
+        for index in range(len(whole.segments)):
+            following = None
+            if index + 1 < len(whole.segments):
+                following = self.load(builder, whole, index + 1, wanted)
+            self.enter(builder, whole, index)
+            builder.scopes[-1].values.update(ready)
+            for red in self.reds:
+                part = f"{builder.name_of(red.node)}_part{index}"
+                _, texts = reductions.operand(builder, red, "col")
+                builder.note(part, reductions.guarded(builder, ("col",), 0, texts[0], red.identity))
+                parts[red.node].append(part)
+            for node in self.stored:
+                builder.store(node)
+            for acc in self.accs:
+                wide = "col" in acc.deps - set(acc.axes)
+                reductions.accumulate(builder, acc, [into[acc][index if wide else 0]])
+            builder.forget("col")
+            ready = following or {}
+        builder.tile["col"], builder.suffix = whole, ""
+        for red in self.reds:
+            reductions.reduce_parts(builder, red, "col", parts[red.node])
+
+    def enter(self, builder: Builder, whole: TileAxis, index: int) -> None:
+        builder.tile["col"] = replace(whole, segments=(whole.segments[index],))
+        builder.suffix = f"_r{self.number}s{index}"  # the reading, the segment
+
+    def load(
+        self, builder: Builder, whole: TileAxis, index: int, wanted: list[fx.Node]
+    ) -> dict[fx.Node, Value | tuple[Value, ...]]:
+        """The loads of a segment, emitted now for later."""
+        self.enter(builder, whole, index)
+        preload(builder, ancestors(builder.group, wanted))
+        return builder.forget("col")
+
+
+def ancestors(group: Group, wanted: Sequence[fx.Node]) -> list[fx.Node]:
+    """Members that some nodes are made of, as far as reductions of earlier readings; in order."""
+    reached: set[fx.Node] = set()
+    members = set(group.nodes)
+    pending = list(wanted)
+    while pending:
+        node = pending.pop()
+        if node in members and node not in reached:
+            reached.add(node)
+            pending += [
+                n for n in node.all_input_nodes if not group.domain.reduced.get(n, frozenset())
+            ]
+    return [node for node in group.nodes if node in reached]
+
+
 def build(
     group: Group,
     target: Target,
@@ -124,8 +230,12 @@ def build(
     constants(builder, sizes)
     for name, text in prologue:
         builder.note(name, text)
+    if plan.walked:
+        walked_loop(builder, group, plan, early, accs)
+    else:
+        builder.bind(*(axis.name for axis in tile[1:]))
+        row_loop(builder, group, plan, early, accs)
     builder.bind(*(axis.name for axis in tile[1:]))
-    row_loop(builder, group, plan, early, accs)
     finished = [(acc, reductions.finish(builder, acc)) for acc in accs]
     grid = (plan.programs, plan.grid_cols, 1)
     if plan.programs == 1:

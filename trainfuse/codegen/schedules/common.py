@@ -31,6 +31,16 @@ def own_axes(domain: Domain, node: fx.Node) -> frozenset[int]:
     return frozenset(axis for dim in domain.axes[node] for axis in dim)
 
 
+def levels(nodes: list[fx.Node], reduced: frozenset[fx.Node]) -> dict[fx.Node, int]:
+    """How many reductions in a row each node waits for."""
+    found: dict[fx.Node, int] = {}
+    for node in nodes:
+        found[node] = max(
+            (found[n] + (n in reduced) for n in node.all_input_nodes if n in found), default=0
+        )
+    return found
+
+
 def preload(builder: Builder, nodes: Iterable[fx.Node]) -> None:
     """Emit all loads first: they overlap, and no store comes before a load.
 

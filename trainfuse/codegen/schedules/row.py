@@ -16,6 +16,7 @@ from trainfuse.codegen.schedules.common import (
     constants,
     describe,
     kernel,
+    levels,
     live_tiles,
     long,
     needed,
@@ -131,16 +132,6 @@ def in_registers(group: Group, target: Target, choice: Choice) -> Module:
             builder.store(node)
     doc = f"A row in registers: {describe(group, nodes)}."
     return Module((kernel(builder, "row_kernel", doc, (divide_up(total, rows), 1, 1), warps),))
-
-
-def levels(nodes: list[fx.Node], reduced: frozenset[fx.Node]) -> dict[fx.Node, int]:
-    """How many reductions in a row each node waits for."""
-    found: dict[fx.Node, int] = {}
-    for node in nodes:
-        found[node] = max(
-            (found[n] + (n in reduced) for n in node.all_input_nodes if n in found), default=0
-        )
-    return found
 
 
 def chunked(group: Group, target: Target, options: CodegenOptions, choice: Choice) -> Module:

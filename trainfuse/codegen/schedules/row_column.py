@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from trainfuse.codegen import reductions
 from trainfuse.codegen.builder import Group
 from trainfuse.codegen.choices import Choice, products
 from trainfuse.codegen.ir import Module
+from trainfuse.codegen.reductions import Reduction
 from trainfuse.codegen.schedules import accumulate
 from trainfuse.codegen.schedules.common import (
     column_definitions,
@@ -25,6 +27,8 @@ ELEMENTS_A_THREAD = 16
 FEW_WARPS = 8
 MOST_PER_SM = 8
 FILE = 65536  # registers of a multiprocessor
+ELEMENTS_A_SEGMENT = 8  # of a walked row, a thread
+WALKED_REGISTERS = 56  # beside the accumulators
 # Registers of a kernel, by the tiles that are alive: most are freed as soon as they are used.
 BASE_REGISTERS, TILE_SHARE = 20, 0.7
 
@@ -35,7 +39,10 @@ LIKELY = (
     Choice(warps=16, rows=1, per_sm=2),
     Choice(warps=8, rows=2, per_sm=1),
 )
-OTHERS = tuple(products(warps=(2, 4, 8, 16), rows=(1, 2, 4), per_sm=(1, 2, 4, 8)))
+OTHERS = (
+    *products(warps=(2, 4, 8, 16), rows=(1, 2, 4), per_sm=(1, 2, 4, 8)),
+    *products(warps=(8, 16), block=(1024, 2048, 4096), held=(False,)),
+)
 
 
 def build(group: Group, target: Target, options: CodegenOptions, choice: Choice) -> Module:
@@ -48,7 +55,10 @@ def build(group: Group, target: Target, options: CodegenOptions, choice: Choice)
     sums = sum(bool(reduced & frozenset(domain.rows)) for reduced in domain.reduced.values())
     live = live_tiles(group) + sums
     warps = choice.warps or num_warps(held, live)
-    if registers(held, live, warps) > min(target.max_registers, FILE // (32 * warps)):
+    fits = registers(held, live, warps) <= min(target.max_registers, FILE // (32 * warps))
+    if not (fits if choice.held is None else choice.held):
+        return walked(group, target, choice)
+    if not fits:
         raise Unsupported(group.nodes[-1], "its columns are too many to accumulate in registers")
     budget = 8192 if target.interpreted else ELEMENTS_A_STEP
     rows = min(floor_power(max(1, budget // held)), power_of_two(total))
@@ -72,6 +82,46 @@ def build(group: Group, target: Target, options: CodegenOptions, choice: Choice)
     doc = f"Rows and their columns: {describe(group, needed(group))}."
     plan = accumulate.Plan(programs, rows, "row_column_kernel", doc, warps)
     return accumulate.build(group, target, tile, plan, prologue)
+
+
+def walked(group: Group, target: Target, choice: Choice) -> Module:
+    """Rows too wide to be held beside their accumulators: read once for each level of reductions.
+
+    A program's warps hold the accumulators and one segment; the row comes back from the cache.
+    """
+    domain = group.domain
+    width, total = domain.extent(domain.cols), domain.extent(domain.rows)
+    for node, reduced in domain.reduced.items():
+        if reduced & frozenset(domain.cols) and not plain(reductions.parse(node, domain)):
+            raise Unsupported(node, "it needs a row whole that is too wide for registers")
+    warps = choice.warps or MAX_WARPS
+    block = min(choice.block or ELEMENTS_A_SEGMENT * 32 * warps, power_of_two(width))
+    sums = sum(bool(reduced & frozenset(domain.rows)) for reduced in domain.reduced.values())
+    if WALKED_REGISTERS + sums * width / (32 * warps) > FILE // (32 * warps):
+        raise Unsupported(group.nodes[-1], "its columns are too many to accumulate in registers")
+    count = divide_up(width, block)
+    segments = tuple(
+        Segment(
+            f"col_{i}",
+            f"col_{i}_mask" if (i + 1) * block > width else "",
+            block,
+            str(i * block // 4) if block % 4 == 0 else None,
+        )
+        for i in range(count)
+    )
+    programs = min((choice.per_sm or 1) * target.num_sms, total, accumulate.MAX_PROGRAMS)
+    tile = [
+        TileAxis("row", domain.rows, total, (Segment("row", "", 1),), None, programs > 1),
+        TileAxis("col", domain.cols, width, segments, 0, False),
+    ]
+    doc = f"Wide rows and their columns: {describe(group, needed(group))}."
+    plan = accumulate.Plan(programs, 1, "row_column_kernel", doc, warps, walked=True)
+    return accumulate.build(group, target, tile, plan, column_definitions(group, segments, False))
+
+
+def plain(red: Reduction) -> bool:
+    """Whether a reduction's segments can be combined lane by lane."""
+    return red.op in ("sum", "mean", "max", "min")
 
 
 def num_warps(held: int, live: int) -> int:
