@@ -69,22 +69,31 @@ class Tuner:
         model's choice. The random state is not touched.
         """
         models = {trial.kernel.key: trial for trial in trials}
-        launchers = {key: self._launcher(t.group, t.kernel) for key, t in models.items()}
-        self.cache.compile((w for each in launchers.values() for w in each.wanted), self.arch)
-        wanted = {
-            key: trial
-            for key, trial in models.items()
-            if trial.timed or self._stack(launchers[key]) > 0
-        }
-        notes = {key: self._note(trial) for key, trial in wanted.items()}
+        timed = {key: trial for key, trial in models.items() if trial.timed}
+        notes = {key: self._note(trial) for key, trial in timed.items()}
         found = {key: choice for key, path in notes.items() if (choice := _read(path)) is not None}
-        candidates = {key: trial.search() for key, trial in wanted.items()}
-        new = {key: candidates[key] for key in wanted if key not in found}
+        searched = {key: t.search() for key, t in timed.items() if found.get(key) != MODEL}
+        # all at once: whoever waits for one kernel waits for the slowest of a second round, too
+        kernels = [(t.group, t.kernel) for t in models.values()]
+        kernels += [
+            (models[key].group, kernel)
+            for key, many in searched.items()
+            if key not in found
+            for _, kernel in many
+        ]
+        launchers = [self._launcher(group, kernel) for group, kernel in kernels]
+        self.cache.compile((w for each in launchers for w in each.wanted), self.arch)
+        for (key, trial), launcher in zip(models.items(), launchers, strict=False):
+            if not trial.timed and self._stack(launcher) > 0:
+                notes[key], searched[key] = self._note(trial), trial.search()
+                if (choice := _read(notes[key])) is not None:
+                    found[key] = choice
+        new = {key: many for key, many in searched.items() if key not in found}
         if new:
-            found |= self._compare(wanted, new, notes)
+            found |= self._compare(models, new, notes)
         best = {
             key: kernel
-            for key, many in candidates.items()
+            for key, many in searched.items()
             for choice, kernel in many
             if choice == found[key] != MODEL
         }
