@@ -21,8 +21,8 @@ def test_the_fastest_form_is_kept_and_remembered(
 ) -> None:
     folder = tmp_path / "cache"
     folder.mkdir(mode=0o700)
-    x = torch.randn(16384, 2560, device="cuda", requires_grad=True)
-    w = torch.ones(2560, device="cuda", requires_grad=True)
+    x = torch.randn(16384, 5120, device="cuda", requires_grad=True)
+    w = torch.ones(5120, device="cuda", requires_grad=True)
     timed: list[int] = []
     times = tune._times
 
