@@ -24,7 +24,7 @@ _VALUES: dict[Any, float | int | None] = {
 
 
 def detach_creations(tg: TrainingGraph) -> TrainingGraph:
-    """Replace `full_like(x, v)` and its kin by `full(shape, v)`, where the result is contiguous.
+    """Replace `full_like(x, v)` and its kin by `full(shape, v)`, permuted where x is.
 
     Otherwise the value of x would have to live, and be counted as read, for its shape alone.
     """
@@ -40,19 +40,39 @@ def detach_creations(tg: TrainingGraph) -> TrainingGraph:
 
 def _detach(edit: GraphEdit, node: fx.Node) -> None:
     value = node.meta["val"]
-    if not value.is_contiguous():
-        return
     fill = _VALUES[node.target]
     if fill is None:
         fill = node.args[-1] if len(node.args) > 1 else node.kwargs.get("fill_value")
-    if not isinstance(fill, bool | int | float):
+    order = _memory_order(value)
+    if order is None or not isinstance(fill, bool | int | float):
         return
+    in_order = order == sorted(order)
     with edit.graph.inserting_before(node):
         made = edit.emit(
             aten.full.default,
-            (list(value.shape), fill),
+            ([value.shape[dim] for dim in order], fill),
             {"dtype": value.dtype, "device": value.device},
             fact=edit.facts[node],
-            value=value,
+            value=value if in_order else None,
         )
+        if not in_order:
+            places = [order.index(dim) for dim in range(value.dim())]
+            made = edit.emit(
+                aten.permute.default, (made, places), fact=edit.facts[node], value=value
+            )
     edit.replace(node, made)
+
+
+def _memory_order(value: torch.Tensor) -> list[int] | None:
+    """Dimensions from the outermost in memory to the innermost; None where memory has gaps."""
+    if value.is_contiguous():
+        return list(range(value.dim()))
+    if any(not isinstance(number, int) for number in (*value.shape, *value.stride())):
+        return None  # which stride is larger would be a guard on today's sizes
+    order = sorted(range(value.dim()), key=lambda dim: -value.stride(dim))
+    expected = 1
+    for dim in reversed(order):
+        if value.shape[dim] != 1 and value.stride(dim) != expected:
+            return None
+        expected *= value.shape[dim]
+    return order

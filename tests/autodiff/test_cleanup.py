@@ -12,6 +12,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from training_graphs import Builder, training_graph
 
 from autodiff import ops
+from autodiff.creations import detach_creations
 from autodiff.derive import cleanup, decompose
 from autodiff.graph import TrainingGraph
 from autodiff.reference import run_graph
@@ -60,6 +61,25 @@ def test_no_op_views_and_casts_go() -> None:
     y = b.call(aten._to_copy.default, y, dtype=torch.float32)
     tg = cleanup(b.finish(b.call(aten.cos.default, y)))
     assert targets(verify(tg)) == ["aten.sin.default", "aten.cos.default"]
+
+
+def test_constants_stop_reading_what_they_are_shaped_like() -> None:
+    """Permuted ones too: a kernel is not given what it reads for a shape alone."""
+    b = Builder()
+    x = b.input(4, 6, 5)
+    rows = b.call(aten.sin.default, x)
+    turned = b.call(aten.permute.default, rows, [2, 0, 1])
+    zeros = [
+        b.call(aten.full_like.default, rows, 0),
+        b.call(aten.full_like.default, turned, 2.5),
+        b.call(aten.zeros_like.default, turned),
+    ]
+    tg = verify(detach_creations(b.finish(*zeros)))
+    assert set(targets(tg)) == {"aten.full.default", "aten.permute.default"}
+    first, second, third = run_graph(tg, [torch.randn(4, 6, 5)])
+    assert torch.equal(first, torch.zeros(4, 6, 5))
+    assert torch.equal(second, torch.full((5, 4, 6), 2.5))
+    assert second.stride() == third.stride() == (1, 30, 5)
 
 
 def test_views_that_move_elements_stay() -> None:
