@@ -5,16 +5,18 @@ Hooks, DDP and FSDP2 work, since the real autograd engine calls the compiled bac
 
 from __future__ import annotations
 
+import contextlib
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import fx
+from torch import fx, nn
 
 from autodiff.split import partition
 from trainfuse.capture import compat
 from trainfuse.capture.lift import CaptureKind, input_fact, lift
+from trainfuse.capture.objects import find_objects
 from trainfuse.capture.whole_step import Build
 from trainfuse.errors import TrainfuseError
 
@@ -56,10 +58,52 @@ def region_backend(build: Build, joint_passes: Callable[..., Any]) -> Callable[.
     return backend
 
 
+class _PlainUpdates:
+    """Keeps Dynamo out of the `step` of the optimizers that a target refers to.
+
+    It would trace Adam with the step counter, an fp32 tensor, in the place of a Python float:
+    1 - beta2 ** step then loses half of its digits.
+    """
+
+    def __init__(self, target: Callable[..., Any]) -> None:
+        self._target = target
+        # a module's forward runs no optimizer, though the module may hold one
+        self._may_update = not isinstance(getattr(target, "__self__", None), nn.Module)
+        # optimizer, its step, and the same out of Dynamo's sight, which guards on its identity
+        self._steps: list[tuple[torch.optim.Optimizer, Any, Any]] = []
+
+    @contextlib.contextmanager
+    def kept(self, args: Sequence[Any]) -> Iterator[None]:
+        """For the length of a call with these arguments."""
+        if self._may_update and not self._steps:
+            found = find_objects(self._target, args).optimizers
+            self._steps = [(o, None, None) for o in found]
+        with contextlib.ExitStack() as stack:
+            for i, (optimizer, own, hidden) in enumerate(self._steps):
+                if optimizer.step != own:  # a scheduler puts a step of its own there
+                    own = optimizer.step
+                    hidden = torch.compiler.disable(own)
+                    self._steps[i] = (optimizer, own, hidden)
+                stack.callback(_put_back, optimizer, vars(optimizer).get("step", _ABSENT))
+                vars(optimizer)["step"] = hidden
+            yield
+
+
+_ABSENT = object()
+
+
+def _put_back(optimizer: torch.optim.Optimizer, step: Any) -> None:
+    """Undo a replaced `step`: what the instance had of its own, or nothing."""
+    if step is _ABSENT:
+        del vars(optimizer)["step"]
+    else:
+        vars(optimizer)["step"] = step
+
+
 class Regions:
     """A function or module compiled region by region.
 
-    `breaks` collects Dynamo's reasons for splitting; the target's own optimizer runs as it is.
+    `breaks` collects Dynamo's reasons for splitting; the target's own optimizers run as they are.
     """
 
     def __init__(
@@ -75,6 +119,7 @@ class Regions:
         def regions(*args: Any, **kwargs: Any) -> Any:
             return target(*args, **kwargs)
 
+        self._updates = _PlainUpdates(target)
         # a code object of its own, so that no two compiled targets share a cache or its limit
         self._code = types.FunctionType(
             regions.__code__.replace(), regions.__globals__, "regions", None, regions.__closure__
@@ -95,7 +140,7 @@ class Regions:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the target; its results stay differentiable."""
         try:
-            with self._settings:
+            with self._settings, self._updates.kept((*args, *kwargs.values())):
                 return self._compiled(*args, **kwargs)
         except compat.CAPTURE_ERRORS as error:
             cause = compat.user_cause(error)
