@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from autodiff.compare import GradientReport, TensorError, judge, rmse
 from trainfuse.testing.functions import assert_gradients_match
+from trainfuse.testing.interpreter import rounded_bf16
 from trainfuse.testing.reference import double_precision, fused_masks
 from trainfuse.testing.steps import Step, StepTrace, Training, gradient_report, step_gradients
 
@@ -28,5 +29,6 @@ __all__ = [
     "gradient_report",
     "judge",
     "rmse",
+    "rounded_bf16",
     "step_gradients",
 ]

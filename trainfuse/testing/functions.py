@@ -4,27 +4,30 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
 
-from autodiff.compare import GradientReport, judge
+from autodiff.compare import GradientReport, judge, relative_errors
 from trainfuse.testing.reference import double_precision, fused_masks
-from trainfuse.testing.steps import clones
+from trainfuse.testing.steps import clones, misplaced, strides
 from trainfuse.testing.trees import map_tensors, tensors
 
 Step = Callable[..., Any]
 
 
 @dataclass(frozen=True, slots=True)
-class _Run:
+class Run:
     """One differentiation: results by name, and the tensors that it worked on, kept alive so that
-    no two runs can be given the same memory one after the other."""
+    no two runs can be given the same memory one after the other. strides: of outputs.
+    learns: which outputs require a gradient."""
 
     results: dict[str, torch.Tensor | None]
     state: tuple[torch.Tensor, ...]
+    strides: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    learns: dict[str, bool] = field(default_factory=dict)
 
     @property
     def storage(self) -> frozenset[int]:
@@ -32,7 +35,7 @@ class _Run:
         return frozenset(t.untyped_storage().data_ptr() for t in self.state if t.numel())
 
 
-def _fresh(fn: Step, args: Any, dtype: torch.dtype | None) -> tuple[Step, Any]:
+def fresh(fn: Step, args: Any, dtype: torch.dtype | None = None) -> tuple[Step, Any]:
     """A copy of fn (if a module) and args, in dtype, sharing no storage with the originals."""
 
     def own(t: torch.Tensor) -> torch.Tensor:
@@ -47,18 +50,18 @@ def _fresh(fn: Step, args: Any, dtype: torch.dtype | None) -> tuple[Step, Any]:
     return fn, map_tensors(own, args)
 
 
-def _differentiate(fn: Step, args: Any, seed: int, call: Step | None = None) -> _Run:
+def differentiate(fn: Step, args: Any, seed: int, call: Step | None = None) -> Run:
+    """Call fn (or, in its place, call) and take its gradients under random cotangents."""
     leaves = tensors(args)
     state = _state(fn, args)
     inputs = {f"d_arg{i}": a for i, a in enumerate(leaves) if a.requires_grad}
     if isinstance(fn, nn.Module):
         inputs |= {f"d_{n}": p for n, p in fn.named_parameters() if p.requires_grad}
     torch.manual_seed(seed)
-    outputs = tensors((call or fn)(*args))
-    results: dict[str, torch.Tensor | None] = {
-        f"output{i}": o.detach().clone() for i, o in enumerate(outputs)
-    }
-    roots = [o for o in outputs if o.requires_grad]
+    outputs = {f"output{i}": o for i, o in enumerate(tensors((call or fn)(*args)))}
+    learns = {name: o.requires_grad for name, o in outputs.items()}
+    results = clones(outputs.items())
+    roots = [o for o in outputs.values() if o.requires_grad]
     if inputs and roots:
         generator = torch.Generator().manual_seed(seed)
         cotangents = [
@@ -68,7 +71,9 @@ def _differentiate(fn: Step, args: Any, seed: int, call: Step | None = None) -> 
         results |= clones(zip(inputs, grads, strict=True))
     if isinstance(fn, nn.Module):
         results |= {f"buffer_{n}": b.detach().clone() for n, b in fn.named_buffers()}
-    return _Run(results, state)
+    # what the call wrote to its arguments
+    results |= {f"arg{i}": a.detach().clone() for i, a in enumerate(leaves) if not a.requires_grad}
+    return Run(results, state, strides(outputs), learns)
 
 
 def assert_gradients_match(
@@ -92,17 +97,28 @@ def assert_gradients_match(
     if compile_fn is None:
         from trainfuse import compile as compile_fn
     with fused_masks(rng == "fast"):
-        eager = _differentiate(*_fresh(fn, args, dtype), seed)
+        eager = differentiate(*fresh(fn, args, dtype), seed)
     with fused_masks(rng == "fast"), double_precision():
-        fp64 = _differentiate(*_fresh(fn, args, torch.float64), seed)
-    own_fn, own_args = _fresh(fn, args, dtype)
-    ours = _differentiate(own_fn, own_args, seed, compile_fn(own_fn))
-    callers = _Run({}, _state(fn, args))
+        fp64 = differentiate(*fresh(fn, args, torch.float64), seed)
+    own_fn, own_args = fresh(fn, args, dtype)
+    ours = differentiate(own_fn, own_args, seed, compile_fn(own_fn))
+    callers = Run({}, _state(fn, args))
     runs = (ours, eager, fp64, callers)
     for i, one in enumerate(runs):
         for two in runs[:i]:
             assert not one.storage & two.storage, "runs share storage: the comparison is void"
-    return GradientReport(judge(ours.results, eager.results, fp64.results, k=k), k).check()
+    return compare_runs(ours, eager, fp64, k=k).check()
+
+
+def compare_runs(ours: Run, eager: Run, fp64: Run, *, k: float = 2.0) -> GradientReport:
+    """Judge three runs of one function."""
+    assert ours.learns == eager.learns, (
+        f"outputs that require a gradient: ours {ours.learns}, eager's {eager.learns}"
+    )
+    computed = {n: t for n, t in fp64.results.items() if not n.startswith("arg")}
+    usual = relative_errors(eager.results, computed)
+    errors = judge(ours.results, eager.results, fp64.results, k=k, usual=usual)
+    return GradientReport((*errors, *misplaced(ours.strides, eager.strides)), k)
 
 
 def _state(fn: Step, args: Any) -> tuple[torch.Tensor, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -35,21 +36,23 @@ class Training:
 @dataclass(frozen=True, slots=True)
 class StepTrace:
     """What a few training steps computed: one mapping a step, name to tensor, or None for no
-    gradient. moved: the parameters' relative RMS change over the run."""
+    gradient. inputs: the batch after the step, which may write to it. strides: of outputs and
+    gradients. moved: the parameters' relative RMS change over the run."""
 
     outputs: list[dict[str, torch.Tensor | None]]
     gradients: list[dict[str, torch.Tensor | None]]
     buffers: list[dict[str, torch.Tensor | None]]
+    inputs: list[dict[str, torch.Tensor | None]]
+    strides: list[dict[str, tuple[int, ...]]]
     moved: float
+
+
+PARTS = ("outputs", "gradients", "buffers", "inputs")
+"""What a trace holds of each step, to be judged."""
 
 
 def _to_double(tree: Any) -> Any:
     return map_tensors(lambda t: t.detach().double() if t.is_floating_point() else t, tree)
-
-
-def _named(prefix: str, tree: Any) -> dict[str, torch.Tensor | None]:
-    leaves = tensors(tree)
-    return {f"{prefix}{i}": x.detach().clone() for i, x in enumerate(leaves)}
 
 
 def clones(
@@ -57,6 +60,18 @@ def clones(
 ) -> dict[str, torch.Tensor | None]:
     """Detached copies by name; None stays None."""
     return {name: None if t is None else t.detach().clone() for name, t in pairs}
+
+
+def strides(named: Mapping[str, torch.Tensor | None]) -> dict[str, tuple[int, ...]]:
+    """Strides by name; 0 where a size of 1 or an empty tensor leaves them open."""
+    return {
+        name: tuple(
+            stride if size > 1 and t.numel() else 0
+            for size, stride in zip(t.shape, t.stride(), strict=True)
+        )
+        for name, t in named.items()
+        if t is not None
+    }
 
 
 def _moved(before: Mapping[str, torch.Tensor], model: nn.Module) -> float:
@@ -89,7 +104,7 @@ def step_gradients(
         training.model.double()
     before = {n: p.detach().clone() for n, p in training.model.named_parameters()}
     step = training.step if compile_fn is None else compile_fn(training)
-    trace = StepTrace([], [], [], 0.0)
+    trace = StepTrace([], [], [], [], [], 0.0)
     for i in range(steps):
         batch = training.batches[i % len(training.batches)]
         batch = map_tensors(torch.clone, batch)
@@ -104,10 +119,43 @@ def step_gradients(
                 stack.enter_context(double_precision())
             torch.manual_seed(seed + 1 + i)
             output = step(*batch)
-        trace.outputs.append(_named("output", output))
-        trace.gradients.append(clones((n, p.grad) for n, p in training.model.named_parameters()))
+        grads = {n: p.grad for n, p in training.model.named_parameters()}
+        results = {f"output{j}": t for j, t in enumerate(tensors(output))}
+        trace.strides.append(strides({**results, **grads}))
+        trace.outputs.append(clones(results.items()))
+        trace.gradients.append(clones(grads.items()))
         trace.buffers.append(clones(training.model.named_buffers()))
-    return StepTrace(trace.outputs, trace.gradients, trace.buffers, _moved(before, training.model))
+        trace.inputs.append(clones((f"input{j}", t) for j, t in enumerate(tensors(batch))))
+    return dataclasses.replace(trace, moved=_moved(before, training.model))
+
+
+def compare_traces(
+    ours: StepTrace, eager: StepTrace, fp64: StepTrace, *, k: float = 2.0
+) -> GradientReport:
+    """Judge three runs of the same steps."""
+    errors: list[TensorError] = []
+    for i in range(len(eager.outputs)):
+        runs = {p: [getattr(trace, p)[i] for trace in (ours, eager, fp64)] for p in PARTS}
+        # a batch that the step only reads is exact: it says nothing of eager's rounding
+        computed = [runs[p] for p in PARTS if p != "inputs"]
+        usual = [e for _, theirs, exact in computed for e in relative_errors(theirs, exact)]
+        for three in runs.values():
+            errors += judge(*three, k=k, step=i, usual=usual)
+        errors += misplaced(ours.strides[i], eager.strides[i], i)
+    return GradientReport(tuple(errors), k, eager.moved)
+
+
+def misplaced(
+    ours: Mapping[str, tuple[int, ...]], eager: Mapping[str, tuple[int, ...]], step: int = 0
+) -> list[TensorError]:
+    """Tensors with other strides than eager's."""
+    return [
+        TensorError(
+            name, step, math.inf, 0.0, math.inf, f"strides are {ours[name]}, eager's {theirs}"
+        )
+        for name, theirs in eager.items()
+        if name in ours and len(ours[name]) == len(theirs) and ours[name] != theirs
+    ]
 
 
 def gradient_report(
@@ -126,11 +174,4 @@ def gradient_report(
     eager = step_gradients(make, None, steps=steps, seed=seed, rng=rng)
     fp64 = step_gradients(make, None, steps=steps, dtype=torch.float64, seed=seed, rng=rng)
     ours = step_gradients(make, compile_fn, steps=steps, seed=seed)
-    parts = ("outputs", "gradients", "buffers")
-    errors: list[TensorError] = []
-    for i in range(steps):
-        runs = {p: [getattr(trace, p)[i] for trace in (ours, eager, fp64)] for p in parts}
-        usual = [e for _, theirs, exact in runs.values() for e in relative_errors(theirs, exact)]
-        for three in runs.values():
-            errors += judge(*three, k=k, step=i, usual=usual)
-    return GradientReport(tuple(errors), k, eager.moved)
+    return compare_traces(ours, eager, fp64, k=k)
