@@ -39,7 +39,7 @@ def softmax(x: Tensor, dim: int, half_to_float: bool) -> Any:
     """aten._softmax: exp(x - max) / sum."""
     if x.dim() == 0 or _is_empty(x):
         return NotImplemented
-    work = _work(x)
+    work, dim = _work(x), dim % x.dim()
     exponential = torch.exp(work - torch.amax(work, [dim], True))
     result = exponential / torch.sum(exponential, [dim], True)
     return result if half_to_float else result.to(x.dtype)
@@ -58,7 +58,7 @@ def log_softmax(x: Tensor, dim: int, half_to_float: bool) -> Any:
     """aten._log_softmax: x - max - log(sum(exp(x - max)))."""
     if x.dim() == 0 or _is_empty(x):
         return NotImplemented
-    work = _work(x)
+    work, dim = _work(x), dim % x.dim()
     shifted = work - torch.amax(work, [dim], True)
     result = shifted - torch.log(torch.sum(torch.exp(shifted), [dim], True))
     return result if half_to_float else result.to(x.dtype)
@@ -72,6 +72,23 @@ def log_softmax_backward(
         return NotImplemented
     g = _work(gradient)
     return (g - torch.exp(_work(output)) * torch.sum(g, [dim], True)).to(input_dtype)
+
+
+def logsumexp(x: Tensor, dim: list[int], keepdim: bool = False) -> Any:
+    """aten.logsumexp: max + log(sum(exp(x - max))), the parts of a softmax; infinite where max is.
+
+    A softmax of the same values shares them.
+    """
+    if x.dim() == 0 or _is_empty(x) or not x.is_floating_point():
+        return NotImplemented
+    work, dim = _work(x), [d % x.dim() for d in dim]  # a softmax's own, that they be one
+    top = torch.amax(work, dim, True)
+    total = torch.sum(torch.exp(work - top), dim, True)
+    result = torch.where(torch.abs(top) == math.inf, top, top + torch.log(total)).to(x.dtype)
+    if not keepdim:
+        kept = [size for axis, size in enumerate(x.shape) if axis not in dim]
+        result = result.reshape(kept)
+    return result
 
 
 def layer_norm(
@@ -241,26 +258,28 @@ def nll_loss_forward(
 ) -> Any:
     """aten.nll_loss_forward on [R, C]: loss and total weight.
 
-    The target's entry is picked by comparing with the class index, so that it stays a row
-    reduction and fuses with the log-softmax before it. total_weight is 0 without reduction, as
-    in ATen. A target that is no class, for which ATen stops the program, makes the loss NaN.
+    One entry a row is picked, by an index that is valid in every row. total_weight is 0 without
+    reduction, as in ATen. A target that is no class, for which ATen stops the program, makes the
+    loss NaN.
     """
     if x.dim() != 2 or _is_empty(x):
         return NotImplemented
-    chosen = _is_target(x, target, ignore_index)
     work = _work(x)
+    counted = _is_counted(x, target, ignore_index)
+    place = torch.where(counted, target, 0).unsqueeze(1)
+    loss = -torch.gather(work, 1, place).squeeze(1)
     if weight is None:
-        counted = (target != ignore_index).to(work.dtype)
-        loss = -torch.sum(torch.where(chosen, work, 0.0), [1])
+        weights = counted.to(work.dtype)
     else:
-        per_class = _work(weight)
-        counted = torch.sum(torch.where(chosen, per_class, 0.0), [1])
-        loss = -torch.sum(torch.where(chosen, work * per_class, 0.0), [1])
-    known = ((target >= 0) & (target < x.shape[1])) | (target == ignore_index)
-    loss = torch.where(known, loss, math.nan)
+        per_class = _work(weight).expand(x.shape)
+        picked = torch.gather(per_class, 1, place).squeeze(1)
+        weights = torch.where(counted, picked, 0.0)
+        loss = loss * picked
+    missing = torch.where(target == ignore_index, 0.0, math.nan).to(work.dtype)
+    loss = torch.where(counted, loss, missing)
     if reduction == _NONE:
         return loss.to(x.dtype), torch.zeros((), dtype=x.dtype, device=x.device)
-    total = torch.sum(counted)
+    total = torch.sum(weights)
     loss = torch.sum(loss)
     if reduction == _MEAN:
         loss = loss / total
@@ -288,13 +307,15 @@ def nll_loss_backward(
     elif reduction == _MEAN:
         g = g / _work(total_weight)
     at_target = -g if weight is None else -g * _work(weight)
-    return torch.where(_is_target(x, target, ignore_index), at_target, 0.0).to(x.dtype)
+    # Compared in 32 bits, which hold every class: 64 take twice the arithmetic of each element.
+    place = torch.where(_is_counted(x, target, ignore_index), target, -1).to(torch.int32)
+    classes = torch.arange(x.shape[1], dtype=torch.int32, device=x.device)
+    return torch.where(place.unsqueeze(1) == classes, at_target, 0.0).to(x.dtype)
 
 
-def _is_target(x: Tensor, target: Tensor, ignore_index: int) -> Tensor:
-    classes = torch.arange(x.shape[1], device=x.device)
-    rows = target.unsqueeze(1)
-    return (rows == classes) & (rows != ignore_index)
+def _is_counted(x: Tensor, target: Tensor, ignore_index: int) -> Tensor:
+    """Rows whose target is a class, and not the one to ignore."""
+    return (target >= 0) & (target < x.shape[1]) & (target != ignore_index)
 
 
 def dropout_backward(gradient: Tensor, mask: Tensor, scale: float) -> Any:
@@ -308,7 +329,7 @@ def losses() -> dict[Any, Formula]:
     Log-probabilities are as large as the logits, which are in memory anyway: with the two numbers
     a row that the pieces show to the cut, the backward has them again in registers.
     """
-    names = ("_log_softmax", "nll_loss")
+    names = ("_log_softmax", "nll_loss", "scatter_add", "logsumexp")
     return {op: rule for op, rule in composites().items() if any(n in str(op) for n in names)}
 
 
@@ -321,6 +342,7 @@ def composites() -> dict[Any, Formula]:
         aten._softmax_backward_data.default: softmax_backward,
         aten._log_softmax.default: log_softmax,
         aten._log_softmax_backward_data.default: log_softmax_backward,
+        aten.logsumexp.default: logsumexp,
         aten.native_layer_norm.default: layer_norm,
         aten.native_layer_norm_backward.default: layer_norm_backward,
         aten._fused_rms_norm.default: rms_norm,

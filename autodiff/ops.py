@@ -101,7 +101,7 @@ _fused_rms_norm _fused_rms_norm_backward
 """
 _SOFTMAXES = """
 _softmax _log_softmax _softmax_backward_data _log_softmax_backward_data nll_loss_forward
-nll_loss_backward
+nll_loss_backward logsumexp
 """
 _RANDOM = """
 native_dropout bernoulli bernoulli.p rand rand_like randn randn_like randint randint.low

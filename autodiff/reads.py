@@ -9,6 +9,7 @@ from torch import fx
 
 from . import ops
 from .graph import TrainingGraph
+from .rewrite import known_equal
 
 
 def num_bytes(node: fx.Node) -> int:
@@ -25,9 +26,19 @@ def num_bytes(node: fx.Node) -> int:
 def is_fusible(node: fx.Node) -> bool:
     """Whether a kernel of ours could hold the node, so that its operands need no memory."""
     row = ops.lookup(node.target)
-    return row.kind in ("pointwise", "reduction", "creation", "norm", "softmax") or (
-        row.name == "trainfuse.keep_mask.default"
+    return (
+        row.kind in ("pointwise", "reduction", "creation", "norm", "softmax")
+        or row.name == "trainfuse.keep_mask.default"
+        or picks_one(node)
     )
+
+
+def picks_one(node: fx.Node) -> bool:
+    """Whether a node gathers one element of each row, as a row's reduction can."""
+    if node.target is not torch.ops.aten.gather.default:
+        return False
+    shape, dim = node.meta["val"].shape, node.args[1]
+    return len(shape) > 1 and isinstance(dim, int) and known_equal(shape[dim], 1)
 
 
 def readers_of(node: fx.Node) -> list[fx.Node]:

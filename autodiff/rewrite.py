@@ -123,11 +123,8 @@ def infer(node: fx.Node) -> Any:
     args, kwargs = fx.map_arg((node.args, node.kwargs), value_of)
     target: Any = node.target
     mode = fake_mode_among([parent.meta.get("val") for parent in node.all_input_nodes])
-    with plain_tracing():
-        if mode is None:
-            return target(*args, **kwargs)
-        with mode:
-            return target(*args, **kwargs)
+    with plain_tracing(), mode or fake_mode_of(node.graph):  # a creation reads nothing
+        return target(*args, **kwargs)
 
 
 def known_equal(one: Any, other: Any) -> bool:

@@ -39,7 +39,9 @@ from trainfuse.fields import Settings
 from trainfuse.fusion.cost import group_cost
 from trainfuse.fusion.grouping import plan_fusion
 from trainfuse.fusion.plan import FusionOptions, FusionPlan
+from trainfuse.fusion.rewrites.early_gradients import gradients_in_forward
 from trainfuse.fusion.rewrites.row_statistics import recompute_from_statistics
+from trainfuse.fusion.rewrites.row_sums import simplify_sums
 from trainfuse.fusion.rewrites.update_casts import fold_update_casts
 from trainfuse.fusion.rewrites.weight_casts import batch_weight_casts
 from trainfuse.runtime.cache import KernelCache, shared_cache
@@ -89,6 +91,21 @@ def _recompute(state: State) -> State:
         return state
     graph, report = plan_recompute(state.graph, facts.settings.memory_budget)
     return replace(state, graph=graph, recompute=report)
+
+
+def _early(state: State) -> State:
+    facts = state.facts
+    if facts.backend != "triton" or facts.kind != "whole_step":
+        return state
+    return replace(state, graph=gradients_in_forward(state.graph, unsupported))
+
+
+def _sums(state: State) -> State:
+    return (
+        replace(state, graph=simplify_sums(state.graph))
+        if state.facts.backend == "triton"
+        else state
+    )
 
 
 def _statistics(state: State) -> State:
@@ -192,9 +209,11 @@ PASSES: tuple[tuple[str, Callable[[State], State], str], ...] = (
         _dropout,
         "masks become functions of one seed; before recompute, which copies them",
     ),
+    ("early gradients", _early, "a row loss's gradient is forward, where one kernel makes both"),
     ("recompute", _recompute, "whole steps: chooses what the backward saves; composites are whole"),
     ("decompose", _graph_pass(decompose), "composites become pointwise and reduction nodes"),
     ("tidy", _graph_pass(tidy), "the same of what decomposition left"),
+    ("row sums", _sums, "sums along rows in closed form where there is one"),
     ("row statistics", _statistics, "log-probabilities are recomputed from saved row statistics"),
     ("update casts", _fold, "the update reads half gradients itself"),
     ("weight casts", _casts, "casts that no kernel of ours can take in are made together"),

@@ -56,6 +56,40 @@ def training_graph(
     return _label(gm, marks[0], len(args), trainable, len(probe))
 
 
+def step_graph(
+    fn: Callable[..., Any],
+    shapes: Sequence[tuple[tuple[int, ...], torch.dtype]],
+    trainable: Sequence[int],
+    table: dict[Any, Any] | None = None,
+) -> TrainingGraph:
+    """Trace fn (a loss, or a tuple that begins with it) and its gradients, as whole steps do.
+
+    Nothing is allocated, and the cotangent is known: 1. shapes: of each argument, with its dtype.
+    table: decompositions to trace with.
+    """
+    mode = FakeTensorMode()
+    marks: list[set[str]] = []
+
+    def joint(primals: list[torch.Tensor]) -> list[torch.Tensor]:
+        outputs = _tuple(fn(*primals))
+        proxy_mode = get_proxy_mode()
+        assert proxy_mode is not None
+        marks.append({node.name for node in proxy_mode.tracer.graph.nodes})
+        setup_stacktrace_preservation_hooks([outputs[0].grad_fn])
+        gradients = torch.autograd.grad(outputs[0], [primals[i] for i in trainable])
+        return [*(out.detach() for out in outputs), *gradients]
+
+    with mode:
+        fakes = [
+            torch.empty(shape, dtype=dtype).requires_grad_(index in trainable)
+            for index, (shape, dtype) in enumerate(shapes)
+        ]
+    rules = {op: rule for op, rule in (table or {}).items() if "masked_fill_" not in str(op)}
+    with torch.fx.traceback.preserve_node_meta(), mode:
+        gm = make_fx(joint, decomposition_table=rules)(fakes)
+    return _label(gm, marks[0], len(shapes), trainable, 1)
+
+
 def _tuple(value: Any) -> tuple[torch.Tensor, ...]:
     return tuple(value) if isinstance(value, (tuple, list)) else (value,)
 
@@ -64,6 +98,8 @@ def _label(
     gm: fx.GraphModule, forward: set[str], num_args: int, trainable: Sequence[int], num_outputs: int
 ) -> TrainingGraph:
     gm.graph.eliminate_dead_code()  # parts of tuples that are None have no value
+    for node in gm.graph.find_nodes(op="call_function", target=torch.ops.aten.masked_fill_.Scalar):
+        node.target = torch.ops.aten.masked_fill.Scalar  # label smoothing's, of a fresh value
     facts: dict[fx.Node, NodeFacts] = {}
     by_sequence: dict[int, str] = {}
     inputs: list[InputFact] = []

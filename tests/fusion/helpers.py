@@ -16,7 +16,7 @@ from autodiff.reference import run_nodes
 from autodiff.verify import verify
 from trainfuse.fusion.plan import FusionGroup, FusionPlan
 
-FUSIBLE = ("pointwise", "reduction", "view", "creation")
+FUSIBLE = ("pointwise", "reduction", "view", "creation", "gather")
 
 
 def supports(node: fx.Node) -> str | None:

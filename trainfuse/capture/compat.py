@@ -225,6 +225,7 @@ _KEPT_WHOLE = (
     "aten._scaled_dot_product", "aten.scaled_dot_product", "aten._flash", "aten._efficient",
     "aten.embedding", "aten.index_put", "aten.scatter", "aten._foreach", "aten._fused",
     "aten.native_dropout", "aten.nll_loss", "aten._softmax", "aten._log_softmax",
+    "aten.logsumexp",
     "aten.native_layer_norm", "aten.native_group_norm", "aten.native_batch_norm",
     "aten._native_batch_norm", "aten.cudnn_batch_norm", "aten.miopen_batch_norm",
     "aten._batch_norm", "aten.batch_norm", "aten._fused_rms_norm", "aten.index_add",

@@ -163,6 +163,8 @@ def reduce_parts(
     """Give a sum, mean or extremum its value from its segments' operands; deps: what it keeps."""
     base = builder.name_of(red.node)
     total = whole_row(builder, red, axis, parts)
+    if red.op == "pick":
+        total = checked_pick(builder, red, axis, total)
     if red.op == "mean":
         total = f"({total}) / {red.count}"
     builder.body.append(Reduce(base, total, op_name(red.node.target)))
@@ -179,6 +181,13 @@ def whole_row(builder: Builder, red: Reduction, axis: str, parts: Sequence[str])
     if len({builder.segment(axis, index).width for index in range(len(parts))}) == 1:
         return lanes(builder, red, join_parts(red, parts), position)
     return join_parts(red, [lanes(builder, red, part, position) for part in parts])
+
+
+def checked_pick(builder: Builder, red: Reduction, axis: str, text: str) -> str:
+    """A picked element, NaN where the index is no column: ATen would stop the program."""
+    at = builder.value(red.node.args[2]).names[0]  # type: ignore[arg-type]  # gather's index
+    width = builder.sizes.get(builder.tile[axis].size, builder.tile[axis].size)
+    return f'tl.where(({at} >= 0) & ({at} < {width}), {text}, float("nan"))'
 
 
 def join_parts(red: Reduction, parts: Sequence[str]) -> str:
@@ -244,6 +253,7 @@ def pick(builder: Builder, red: Reduction, axis: str) -> None:
     builder.body.extend(body)
     builder.tile[axis], builder.suffix = whole, suffix
     text = cast(value.names[0], value.dtype, red.dtype)
+    text = f'tl.where({at}_mask, {text}, float("nan"))'  # as checked_pick
     builder.body.append(Reduce(base, text, op_name(red.node.target)))
     deps = (value.deps | picked.deps) - {axis}
     builder.put(red.node, Value((base,), deps, len(builder.scopes) - 1, red.dtype))

@@ -30,6 +30,8 @@ def unsupported(node: fx.Node) -> str | None:
     )
     if not known:
         return f"{row.name} has no kernel code"
+    if row.name == "aten.gather.default" and not node.meta["val"].dtype.is_floating_point:
+        return "an index out of range must raise: integers have no NaN to show it by"
     for value in _tensors(node):
         if value.dtype not in TRITON_TYPE:
             return f"{str(value.dtype).removeprefix('torch.')} has no kernels"

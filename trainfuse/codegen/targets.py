@@ -12,12 +12,14 @@ class Target:
     """A GPU to generate for, or Triton's interpreter.
 
     arch: "sm_90" and so on, or "interpreter". num_sms: multiprocessors; persistent and partial
-    schedules size their grids by it. max_registers: 32-bit registers a thread.
+    schedules size their grids by it. max_registers: 32-bit registers a thread. l2_bytes: size of
+    the L2 cache.
     """
 
     arch: str
     num_sms: int = 132
     max_registers: int = 255
+    l2_bytes: int = 50 << 20
 
     @property
     def interpreted(self) -> bool:
@@ -31,8 +33,8 @@ class Target:
 
 
 H200 = Target("sm_90", 132)
-A100 = Target("sm_80", 108)
-B200 = Target("sm_100", 148)
+A100 = Target("sm_80", 108, l2_bytes=40 << 20)
+B200 = Target("sm_100", 148, l2_bytes=126 << 20)
 SIMULATED = Target(INTERPRETER, 2)
 
 

@@ -26,7 +26,8 @@ def target_of(device: torch.device) -> Target:
     if device.type != "cuda":
         return SIMULATED
     facts = torch.cuda.get_device_properties(device)
-    return Target(f"sm_{facts.major}{facts.minor}", facts.multi_processor_count)
+    arch = f"sm_{facts.major}{facts.minor}"
+    return Target(arch, facts.multi_processor_count, l2_bytes=facts.L2_cache_size)
 
 
 def choose_backend(settings: Settings, device: torch.device) -> str:

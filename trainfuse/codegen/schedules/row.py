@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from torch import fx
 
 from trainfuse.codegen import reductions
 from trainfuse.codegen.builder import Builder, Group
 from trainfuse.codegen.choices import Choice, products
 from trainfuse.codegen.ir import Loop, Module
-from trainfuse.codegen.reductions import Accumulator
+from trainfuse.codegen.reductions import Accumulator, Reduction
 from trainfuse.codegen.schedules import online
 from trainfuse.codegen.schedules.common import (
     column_definitions,
@@ -42,6 +44,8 @@ ROW_AND_COL = frozenset({"row", "col"})
 ROW_ELEMENTS = 1024
 # Registers a thread that live tiles may take, of 255; the rest is addresses and partial results.
 TILE_REGISTERS = 128
+# Warps that run at once on a multiprocessor, of kernels that take 64 registers a thread.
+RESIDENT_WARPS = 32
 
 
 LIKELY = (
@@ -49,10 +53,11 @@ LIKELY = (
     Choice(warps=4, rows=2, held=True),
     Choice(warps=8, block=1024, held=False),
     Choice(warps=4, block=4096, held=False),
+    Choice(warps=16, block=8192, held=False),
 )
 OTHERS = (
     *products(warps=(1, 2, 4, 8, 16), rows=(1, 2, 4), held=(True,)),
-    *products(warps=(4, 8, 16), block=(1024, 2048, 4096, 8192), held=(False,)),
+    *products(warps=(4, 8, 16, 32), block=(1024, 2048, 4096, 8192), held=(False,)),
 )
 
 
@@ -134,14 +139,90 @@ def in_registers(group: Group, target: Target, choice: Choice) -> Module:
     return Module((kernel(builder, "row_kernel", doc, (divide_up(total, rows), 1, 1), warps),))
 
 
+@dataclass(frozen=True, slots=True)
+class Pass:
+    """One level of a row in chunks: reductions of values that are ready, then what they allow.
+
+    accs, both: reductions made in a loop over the chunks, both: a maximum with its sum. picks:
+    single elements, read after it. thin, wide: outputs of one element a row, and of the whole row.
+    """
+
+    accs: list[Accumulator]
+    both: list[online.Pair]
+    picks: list[Reduction]
+    thin: list[fx.Node]
+    wide: list[fx.Node]
+
+    @property
+    def walks(self) -> bool:
+        """Whether it goes over the row at all."""
+        return bool(self.accs or self.both or self.wide)
+
+
+def passes(group: Group, nodes: list[fx.Node]) -> list[Pass]:
+    """What each pass over a row's chunks does, one for each level of reductions."""
+    domain = group.domain
+    level = levels(nodes, frozenset(n for n in nodes if domain.reduced.get(n)))
+    reds = [reductions.parse(node, domain) for node in nodes if domain.reduced.get(node)]
+    fused = online.pairs(group, reds)
+    paired = {red.node for pair in fused for red in pair}
+    found: list[Pass] = []
+    for current in range(max(level.values()) + 1):
+        here = [node for node in nodes if level[node] == current]
+        single = [red for red in reds if red.node in here and red.node not in paired]
+        stored = [n for n in here if n in group.outputs and not domain.reduced.get(n)]
+        wide = [n for n in stored if own_axes(domain, n) & frozenset(domain.cols)]
+        found.append(
+            Pass(
+                [Accumulator(red, ("col",), ROW_AND_COL) for red in single if red.op != "pick"],
+                [pair for pair in fused if pair[0].node in here],
+                [red for red in single if red.op == "pick"],
+                [node for node in stored if node not in wide],
+                wide,
+            )
+        )
+    return found
+
+
+def chunk_and_warps(
+    group: Group, target: Target, options: CodegenOptions, choice: Choice, walks: int
+) -> tuple[int, int]:
+    """Elements of a chunk, and warps: few rows at a time where later passes read the row again.
+
+    What they read is in the L2 cache while the rows under work fit there, so such rows get more
+    warps each.
+    """
+    domain = group.domain
+    width = domain.extent(domain.cols)
+    live = live_tiles(group)
+    block = min(options.chunk, power_of_two(width))
+    while block > 1024 and block * live / (32 * CHUNK_WARPS) > TILE_REGISTERS / 2:
+        block //= 2
+    warps = choice.warps or max(4, min(CHUNK_WARPS, (choice.block or block) // 512))
+    if walks == 1 or target.interpreted or choice.warps or choice.block:
+        return choice.block or block, warps
+    every = frozenset(range(len(domain.sizes)))
+    row_bytes = sum(
+        width * node.meta["val"].dtype.itemsize
+        for node in group.inputs
+        if node in domain.axes and own_axes(domain, node) == every
+    )
+    while warps < 2 * MAX_WARPS and row_bytes * target.num_sms * RESIDENT_WARPS // warps > (
+        target.l2_bytes // 2
+    ):
+        warps *= 2
+        if block < min(options.chunk, power_of_two(width)):
+            block *= 2
+    return block, warps
+
+
 def chunked(group: Group, target: Target, options: CodegenOptions, choice: Choice) -> Module:
     """A pass over the row's chunks for each level of reductions; values are recomputed in each."""
     domain = group.domain
     width, total = domain.extent(domain.cols), domain.extent(domain.rows)
-    block = min(options.chunk, power_of_two(width))
-    while block > 1024 and block * live_tiles(group) / (32 * CHUNK_WARPS) > TILE_REGISTERS / 2:
-        block //= 2
-    block = choice.block or block
+    nodes = needed(group)
+    plan = passes(group, nodes)
+    block, warps = chunk_and_warps(group, target, options, choice, sum(p.walks for p in plan))
     mask = "" if width % block == 0 else "col_mask"
     row = row_axis(group, 1, False)
     col = TileAxis(
@@ -151,57 +232,49 @@ def chunked(group: Group, target: Target, options: CodegenOptions, choice: Choic
     constants(builder, [("COLS", width)])
     builder.note("row", long(group, "tl.program_id(0)"))
     builder.bind("row")
-    nodes = needed(group)
-    level = levels(nodes, frozenset(n for n in nodes if domain.reduced.get(n)))
-    reds = [reductions.parse(node, domain) for node in nodes if domain.reduced.get(node)]
-    fused = online.pairs(group, reds)
-    paired = {red.node for pair in fused for red in pair}
-    for current in range(max(level.values()) + 1):
-        here = [node for node in nodes if level[node] == current]
-        single = [red for red in reds if red.node in here and red.node not in paired]
-        accs = [Accumulator(red, ("col",), ROW_AND_COL) for red in single if red.op != "pick"]
-        both = [pair for pair in fused if pair[0].node in here]
-        stored = [n for n in here if n in group.outputs and not domain.reduced.get(n)]
-        for node in stored:
-            if not own_axes(domain, node) & frozenset(domain.cols):
-                builder.store(node)
-        stored = [n for n in stored if own_axes(domain, n) & frozenset(domain.cols)]
-        walk(builder, accs, both, stored)
-        for acc in accs:
+    back = False
+    for step in plan:
+        for node in step.thin:
+            builder.store(node)
+        if step.walks:
+            walk(builder, step, back)
+            back = not back
+        for acc in step.accs:
             reductions.settle(builder, acc.red, reductions.finish(builder, acc), ROW)
-        for pair in both:
+        for pair in step.both:
             online.finish(builder, pair)
-        for red in single:
-            if red.op == "pick":
-                reductions.pick(builder, red, "col")
-    for red in reds:
-        if red.node in group.outputs:
-            builder.store(red.node)
+        for red in step.picks:
+            reductions.pick(builder, red, "col")
+    for node in nodes:
+        if domain.reduced.get(node) and node in group.outputs:
+            builder.store(node)
     doc = f"A row in chunks: {describe(group, nodes)}."
-    warps = choice.warps or max(4, min(CHUNK_WARPS, block // 512))
     return Module((kernel(builder, "row_kernel", doc, (total, 1, 1), warps),))
 
 
-def walk(
-    builder: Builder, accs: list[Accumulator], both: list[online.Pair], stored: list[fx.Node]
-) -> None:
-    """One pass over the chunks: accumulate, and store what is ready."""
-    if not (accs or both or stored):
-        return
-    for acc in accs:
+def walk(builder: Builder, step: Pass, back: bool) -> None:
+    """One pass over the chunks: accumulate, and store what is ready.
+
+    back: from the last chunk to the first: what the pass before read last is still in the cache.
+    """
+    for acc in step.accs:
         reductions.start(builder, acc)
-    for pair in both:
+    for pair in step.both:
         online.start(builder, pair)
     segment = builder.segment("col", 0)
+    width = segment.width
     builder.push("col")
-    builder.note("col", long(builder.group, f"start + tl.arange(0, {segment.width})"))
+    if back:
+        last = (builder.tile["col"].size - 1) // width * width
+        builder.note("start", f"{last} - done", "backwards: the last chunks are in the cache")
+    builder.note("col", long(builder.group, f"start + tl.arange(0, {width})"))
     if segment.mask:
         builder.note(segment.mask, "col < COLS")
-    for acc in accs:
+    for acc in step.accs:
         reductions.accumulate(builder, acc)
-    for pair in both:
+    for pair in step.both:
         online.accumulate(builder, pair)
-    for node in stored:
+    for node in step.wide:
         builder.store(node)
     body = builder.pop()
-    builder.body.append(Loop("start", "0", "COLS", str(segment.width), body))
+    builder.body.append(Loop("done" if back else "start", "0", "COLS", str(width), body))

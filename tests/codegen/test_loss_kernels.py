@@ -1,0 +1,84 @@
+"""Loss kernels: reviewed as code, compiled for a GPU that is not here, moving what they must."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.codegen.loss_kernels import CASES, kernels
+from trainfuse.fusion.flow import value_bytes
+
+ROOT = Path(__file__).parent.parent.parent
+GOLDEN = ["cross_entropy_4096", "cross_entropy_32000", "smoothing_50257"]
+# ptxas takes seconds for each: the rest at night.
+QUICK = ["cross_entropy_32000", "cross_entropy_128256", "smoothing_5120"]
+
+
+@pytest.mark.parametrize("name", GOLDEN)
+def test_source(name: str, golden: Callable[[str, str], None]) -> None:
+    texts = []
+    for group, kernel in kernels(name):
+        if group.domain.kind == "row":
+            texts += [
+                f"# {x.function}: grid {x.grid}, {x.num_warps} warps" for x in kernel.launches
+            ]
+            texts.append(kernel.source)
+    golden(f"kernels/{name}.txt", "\n".join(texts))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_logits_are_read_by_one_kernel(name: str) -> None:
+    """Its floor: the logits (and what else is as large) once, the gradient once, a few numbers."""
+    _, rows, classes, dtype = CASES[name]
+    wide = [
+        group
+        for group, _ in kernels(name)
+        if any(n.meta["val"].numel() == rows * classes for n in group.inputs)
+    ]
+    assert len(wide) == 1
+    (group,) = wide
+    read = [n for n in group.inputs if n.meta["val"].numel() == rows * classes]
+    floor = sum(map(value_bytes, read)) + rows * classes * dtype.itemsize
+    moved = sum(map(value_bytes, (*group.inputs, *group.outputs)))
+    assert moved <= 1.01 * floor
+
+
+def compiled(*names: str) -> list[dict[str, int]]:
+    """In a process of its own: with TRITON_INTERPRET set, triton compiles nothing."""
+    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.codegen.loss_kernels", *names],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+        cwd=ROOT,
+        env={**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": path},
+    )
+    assert done.returncode == 0, done.stderr
+    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+
+
+def no_spills(uses: list[dict[str, int]]) -> None:
+    assert [(use["name"], use["function"]) for use in uses if use["stack"]] == []
+    rows = [use for use in uses if use["function"] == "row_kernel"]
+    # rows of an odd width don't begin at an even address
+    assert {use["vector"] for use in rows if "50257" not in use["name"]} <= {16}
+
+
+def test_no_spills() -> None:
+    no_spills(compiled(*QUICK))
+
+
+@pytest.mark.nightly
+def test_no_spills_in_any() -> None:
+    uses = compiled(*CASES)
+    assert {use["name"] for use in uses} == set(CASES)
+    no_spills([use for use in uses if use["name"] != "cross_entropy_int64"])
+    assert all(use["stack"] == 0 for use in uses)
