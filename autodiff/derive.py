@@ -166,7 +166,7 @@ _CASTS = frozenset({"prims.convert_element_type.default"})
 
 
 def cleanup(tg: TrainingGraph) -> TrainingGraph:
-    """Remove copies that keep dtype and strides, no-op views, repeated and dead nodes.
+    """Remove copies that keep dtype, strides and sign bits, no-op views, repeated and dead nodes.
 
     Two entries of the output tuple that were distinct tensors stay distinct, and an output that
     was a fresh tensor never becomes an input: a copy that ensures this is kept. Repeats are
@@ -210,6 +210,7 @@ def _identity_source(node: fx.Node) -> fx.Node | None:
         known_equal(tuple(made.shape), tuple(given.shape))
         and made.dtype == given.dtype
         and made.device == given.device
+        and (made.is_conj(), made.is_neg()) == (given.is_conj(), given.is_neg())
         and same_strides(made, given)
     )
     if not same or (ops.lookup(node.target).aliases and not _same_place(node, source)):
@@ -257,11 +258,13 @@ def _may_stand_in(edit: GraphEdit, source: fx.Node, node: fx.Node) -> bool:
 
 
 def _base(node: fx.Node) -> fx.Node:
-    """The node that owns the storage which a chain of views shows."""
-    while node.op == "call_function" and node.target is not operator.getitem:
+    """The node that owns the storage which a chain of views, or of parts of one, shows."""
+    while node.op == "call_function":
         parent = node.args[0] if node.args else None
-        if not ops.lookup(node.target).aliases or not isinstance(parent, fx.Node):
+        if not isinstance(parent, fx.Node) or not ops.lookup(node.target).aliases:
             break
+        if node.target is operator.getitem and not ops.lookup(parent.target).aliases:
+            break  # one of several results, in a storage of its own
         node = parent
     return node
 

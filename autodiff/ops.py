@@ -162,6 +162,9 @@ def _build() -> dict[str, OpRow]:
 
 
 TABLE: dict[str, OpRow] = _build()
+_ASSERTIONS = frozenset(
+    {"aten._assert_scalar.default", "aten._assert_async.default", "aten._assert_async.msg"}
+)
 _SYMBOLIC: frozenset[Callable[..., Any]] = frozenset(
     {
         operator.add,
@@ -233,6 +236,15 @@ def is_effect(node: fx.Node) -> bool:
     if lookup(target).kind == "effect":
         return True
     return isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable
+
+
+def is_assertion(node: fx.Node) -> bool:
+    """Whether a node raises where the trace's assumption about a number does not hold.
+
+    Nothing reads it, and it must run: the graph is right only where its assumptions hold. It
+    changes nothing, so that other nodes may be moved across it.
+    """
+    return node.op == "call_function" and op_name(node.target) in _ASSERTIONS
 
 
 def is_simple_map(node: fx.Node) -> bool:

@@ -12,14 +12,19 @@ from .graph import TrainingGraph
 from .rewrite import known_equal
 
 
+def hinted(size: int | torch.SymInt) -> int:
+    """A size; a symbolic one by its hint, one that the data decides as 1."""
+    return size if isinstance(size, int) else int(size.node.hint or 1)
+
+
 def num_bytes(node: fx.Node) -> int:
-    """Bytes of a tensor node's elements; symbolic sizes count by their hint, else 0."""
+    """Bytes of a tensor node's elements, its sizes as `hinted` has them."""
     value = node.meta.get("val")
     if not isinstance(value, torch.Tensor):
         return 0
     count = 1
     for size in value.shape:
-        count *= size if isinstance(size, int) else size.node.hint or 1
+        count *= hinted(size)
     return count * value.dtype.itemsize
 
 

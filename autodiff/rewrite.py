@@ -79,10 +79,10 @@ class GraphEdit:
         self.facts.pop(node, None)
 
     def eliminate_dead(self) -> None:
-        """Remove unread nodes, latest first, keeping effects."""
+        """Remove unread nodes, latest first, keeping effects and assertions."""
         for node in reversed(list(self.graph.nodes)):
             if node.op in ("call_function", "get_attr") and not node.users:
-                if not ops.is_effect(node):
+                if not ops.is_effect(node) and not ops.is_assertion(node):
                     self.erase(node)
 
     def finish(self, **changes: Any) -> TrainingGraph:

@@ -41,7 +41,8 @@ def _structure(tg: TrainingGraph) -> Iterator[str]:
             continue
         if ops.is_effect(node) and ops.lookup(node.target).kind != "effect":
             yield f"{node.name}: {node.target} writes its arguments"
-        if "val" not in node.meta and ops.lookup(node.target).kind != "effect":
+        silent = ops.lookup(node.target).kind == "effect" or ops.is_assertion(node)
+        if "val" not in node.meta and not silent:
             yield f"{node.name}: no meta['val']"
 
 

@@ -179,7 +179,9 @@ class CompiledStep:
         With arguments and no plan yet, the step is captured and planned but not run.
         """
         runner = self._planned(args, kwargs)
-        return explain_plans(runner.builder.plans, runner.refusals, runner.settings)
+        left = runner.whole is None
+        plans = runner.builder.plans
+        return explain_plans(plans, runner.refusals, runner.settings, left_whole=left)
 
     def graph_for(self, *args: Any, **kwargs: Any) -> str:
         """The fused graph as text: subgraphs, groups with their kernel ids, ATen nodes."""

@@ -439,7 +439,12 @@ def refuse_unfused(state: State) -> None:
 
 
 def explain_plans(
-    plans: Sequence[PlanRecord], refusals: Sequence[Refusal], settings: Settings
+    plans: Sequence[PlanRecord],
+    refusals: Sequence[Refusal],
+    settings: Settings,
+    *,
+    left_whole: bool = False,
 ) -> Explanation:
-    """Gather what the plans of one target say of themselves."""
-    return gather.gather(plans, refusals, settings.chosen_backend or "not chosen yet")
+    """Gather what the plans of one target say of themselves; see `gather`."""
+    backend = settings.chosen_backend or "not chosen yet"
+    return gather.gather(plans, refusals, backend, left_whole=left_whole)

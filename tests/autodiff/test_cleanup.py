@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 import torch
@@ -47,6 +48,30 @@ def test_copy_that_changes_strides_or_dtype_stays() -> None:
     first, second = run_graph(tg, [value])
     assert first.stride() == (4, 1)
     assert second.dtype == torch.bfloat16
+
+
+def test_copy_of_a_part_of_an_input_stays() -> None:
+    """The parts of a split are views: an output that was fresh must not become one."""
+    b = Builder()
+    x = b.input(4, 6)
+    parts = b.call(aten.split_with_sizes.default, x, [2, 4], 1)
+    part = b.call(operator.getitem, parts, 1)
+    row = b.call(operator.getitem, b.call(aten.unbind.int, x), 2)
+    tg = verify(cleanup(b.finish(b.call(aten.clone.default, row), b.call(aten.exp.default, part))))
+    assert targets(tg).count("aten.clone.default") == 1
+    value = torch.randn(4, 6)
+    copied = run_graph(tg, [value])[0]
+    assert copied.untyped_storage().data_ptr() != value.untyped_storage().data_ptr()
+
+
+def test_copy_that_resolves_a_conjugate_stays() -> None:
+    b = Builder()
+    z = b.call(aten._conj.default, b.call(aten.mul.Tensor, b.input(3, dtype=torch.complex64), 2.0))
+    copied = b.call(aten.clone.default, z)
+    tg = b.finish(b.call(aten.view_as_real.default, copied))
+    value = torch.randn(3, dtype=torch.complex64)
+    ours, theirs = run_graph(verify(cleanup(tg)), [value]), run_graph(tg, [value])
+    assert torch.equal(ours[0], theirs[0])
 
 
 def test_no_op_views_and_casts_go() -> None:

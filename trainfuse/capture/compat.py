@@ -345,6 +345,11 @@ def refusal_of(error: BaseException) -> Refusal:
     return Refusal("capture", reason, where=where)
 
 
+def failed_assumption(error: RuntimeError) -> bool:
+    """Whether an assertion that tracing put into the graph does not hold for this call's data."""
+    return str(error).startswith("Runtime assertion failed for expression")
+
+
 # -- modules --------------------------------------------------------------------------------------
 
 

@@ -10,6 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, fx
 
+from autodiff import ops
 from autodiff.graph import InputFact, NodeFacts, Phase, TrainingGraph
 from trainfuse.capture import compat
 from trainfuse.capture.optimizers import find_handle
@@ -110,6 +111,15 @@ def _restore_effect(
     return effects
 
 
+def _refuse_late_assertions(graph: fx.Graph) -> None:
+    """An assertion that fails hands the step to another form of it: nothing may be written yet."""
+    updated = False
+    for node in graph.nodes:
+        updated = updated or ops.is_effect(node)
+        if updated and ops.is_assertion(node):
+            raise CaptureRefused("after the update, data decides a size", user_line(node))
+
+
 def _facts(graph: fx.Graph, default: Phase | None) -> dict[fx.Node, NodeFacts]:
     """Phase, link and line of every executed node.
 
@@ -169,6 +179,7 @@ def lift(
     if kind == "inference":
         default = "forward"
     facts = _facts(graph, default)
+    _refuse_late_assertions(graph)
     graph.lint()
     gm.recompile()
     position = {node: i for i, node in enumerate(placeholders)}

@@ -26,6 +26,7 @@ _LOST = 0
 """In a handle's place: the update needs gradients that an earlier call dropped."""
 
 _HOOKED = "a parameter has a gradient hook, which a whole step would skip"
+_UNASSUMED = "a size or number that the data decides is not what the capture assumed"
 
 
 class PlanBudget(Exception):
@@ -288,7 +289,13 @@ class WholeStep:
         def unhooked(args: list[Any]) -> Any:
             if compat.any_parameter_hooks([args[i] for i in leaves]):
                 raise CaptureRefused(_HOOKED)
-            return program(args)
+            try:
+                return program(args)
+            except RuntimeError as error:
+                # nothing was written yet: assertions run before every write
+                if compat.failed_assumption(error):
+                    raise CaptureRefused(_UNASSUMED) from error
+                raise
 
         return compat.boxed(unhooked)
 

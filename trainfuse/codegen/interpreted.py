@@ -1,4 +1,4 @@
-"""numpy stand-ins for what Triton's interpreter can't run: libdevice, custom reductions.
+"""numpy stand-ins for what Triton's interpreter can't run or gets wrong.
 
 `triton_lib` puts this module in libdevice's place when TRITON_INTERPRET is set. Names are
 libdevice's.
@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import triton.language as tl
-from triton.runtime.interpreter import TensorHandle
+from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
 Function = Callable[..., Any]
 
@@ -26,6 +26,21 @@ def _wrap(data: Any, like: Any) -> Any:
         return tl.core.tensor(TensorHandle(array.reshape(1), scalar), scalar)
     shape = tl.block_type(scalar, list(array.shape)) if like.type.is_block() else scalar
     return tl.core.tensor(TensorHandle(array, scalar), shape)
+
+
+def _binary_op(self: Any, lhs: Any, rhs: Any, op: Function) -> Any:
+    """The interpreter's, with comparisons of type int1.
+
+    It gives them their operands' type: a comparison of two scalars becomes a float when it meets a
+    tensor, and `&` takes no floats.
+    """
+    made = _stock_binary_op(self, lhs, rhs, op)
+    truth = made.data.dtype == np.bool_
+    return TensorHandle(made.data, tl.int1) if truth else made
+
+
+_stock_binary_op = InterpreterBuilder.binary_op
+InterpreterBuilder.binary_op = _binary_op
 
 
 def _elementwise(function: Function) -> Function:

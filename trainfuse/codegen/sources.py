@@ -56,11 +56,12 @@ def create(builder: Builder, node: fx.Node) -> Value:
     deps = builder.dependences(strides)
     names, depth = builder.define(node, deps, ())
     for index, target in enumerate(names):
-        text = builder.offset(strides, index)
-        text = f"({text})" if step == 1 else f"({text}) * {step}"
-        text = f"({text} + {start})" if start else text
+        text = f"({builder.offset(strides, index)})"
         if not deps:
             text = f"tl.full([], {start}, tl.int64)"
+        elif start or step != 1:
+            # the index counts to the length; what it is scaled to may need 64 bits
+            text = f"({text}.to(tl.int64) * {step} + {start})"
         builder.scopes[depth].body.append(Map(target, f"{text}.to({TRITON_TYPE[held]})", name))
     return builder.put(node, Value(tuple(names), deps, depth, held))
 

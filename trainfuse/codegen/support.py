@@ -35,6 +35,8 @@ def unsupported(node: fx.Node) -> str | None:
     for value in _tensors(node):
         if value.dtype not in TRITON_TYPE:
             return f"{str(value.dtype).removeprefix('torch.')} has no kernels"
+        if value.is_neg():
+            return "it reads or makes a view with the sign bit of its elements still to be turned"
     return None
 
 

@@ -9,6 +9,7 @@ from torch import Tensor, fx
 
 from autodiff import ops
 from autodiff.graph import TrainingGraph
+from autodiff.reads import hinted
 from autodiff.recompute import RecomputeReport
 from autodiff.slicing import Slices
 from trainfuse.codegen.ir import GroupKernel
@@ -99,6 +100,6 @@ def num_bytes(nodes: Iterable[fx.Node]) -> int:
         if isinstance(value, Tensor):
             count = 1
             for size, stride in zip(value.shape, value.stride(), strict=True):
-                count *= int(size) if stride else 1
+                count *= hinted(size) if hinted(stride) else 1
             total += count * value.element_size()
     return total

@@ -20,13 +20,20 @@ _FREE = frozenset({"view", "creation"})
 _NO_PLAN = "decided when the step runs"
 
 
-def gather(plans: Sequence[PlanRecord], refusals: Sequence[Refusal], backend: str) -> Explanation:
+def gather(
+    plans: Sequence[PlanRecord],
+    refusals: Sequence[Refusal],
+    backend: str,
+    *,
+    left_whole: bool = False,
+) -> Explanation:
     """What the plans of one target say of themselves; of all of them for regions, else the latest.
 
-    backend: what to show when there is no plan. refusals: of the capture.
+    backend: what to show when there is no plan. refusals: of the capture. left_whole: whether the
+    target's whole steps are no longer run.
     """
-    whole = [plan for plan in plans if plan.kind == "whole_step"]
-    shown = whole[-1:] or list(plans)
+    whole = [plan for plan in plans if plan.kind == "whole_step" and not left_whole]
+    shown = whole[-1:] or [plan for plan in plans if plan.kind != "whole_step"]
     reason = refusals[-1].reason if refusals and not whole else ""
     where = refusals[-1].where if refusals and not whole else None
     told = [_describe(plan) for plan in shown]

@@ -11,7 +11,7 @@ from torch import fx
 from autodiff import ops
 from autodiff.graph import Refusal
 from trainfuse.fusion.domains import infer
-from trainfuse.fusion.flow import Flow, is_view, root
+from trainfuse.fusion.flow import Flow, is_view, sources
 from trainfuse.fusion.plan import FusionGroup, FusionOptions, FusionPlan
 from trainfuse.fusion.schedule import topological
 
@@ -62,6 +62,11 @@ def _named(order: Sequence[Item]) -> list[Item]:
     return named
 
 
+def _must_run(node: fx.Node) -> bool:
+    """Whether a node runs though nothing reads it."""
+    return ops.is_effect(node) or ops.is_assertion(node) or ops.draws_randomness(node)
+
+
 class _Assembly:
     """Units and lone nodes in execution order, and what of them is needed."""
 
@@ -85,10 +90,10 @@ class _Assembly:
         """Every unit, after the units that it depends on."""
         home = {node: index for index, unit in enumerate(self.units) for node in unit.members}
         before: list[set[int]] = [set() for _ in self.units]
-        for node, sources in zip(self.flow.compute, self.flow.predecessors(), strict=True):
-            before[home[node]].update(home[self.flow.compute[source]] for source in sources)
-        for index, sources in enumerate(before):
-            sources.discard(index)
+        for node, earlier in zip(self.flow.compute, self.flow.predecessors(), strict=True):
+            before[home[node]].update(home[self.flow.compute[place]] for place in earlier)
+        for index, units in enumerate(before):
+            units.discard(index)
         keys = [max(self.flow.position[node] for node in unit.members) for unit in self.units]
         return topological(keys, before)
 
@@ -107,12 +112,12 @@ class _Assembly:
                 group = self.group(unit, outputs)
                 if not isinstance(group, Refusal) and not barred.intersection(unit.members):
                     items.append(group)
-                    stored.update(root(source) for source in group.inputs)
+                    stored.update(s for source in group.inputs for s in sources(source))
                     continue
                 if isinstance(group, Refusal):
                     refusals.append(group)
             for node in sorted(unit.members, key=self.flow.position.__getitem__, reverse=True):
-                if node in stored or ops.is_effect(node) or ops.draws_randomness(node):
+                if node in stored or _must_run(node):
                     items.append(node)
                     stored.update(self.flow.reads[node])
         views = self.needed_views(items)
@@ -147,10 +152,11 @@ class _Assembly:
         pending = list(self.flow.tg.graph.output_node().all_input_nodes)
         for item in items:
             pending.extend(item.inputs if isinstance(item, FusionGroup) else item.all_input_nodes)
-        for node in pending:
-            while is_view(node) and node not in found:
+        while pending:
+            node = pending.pop()
+            if is_view(node) and node not in found:
                 found[node] = None
-                node = node.args[0]  # type: ignore[assignment]  # the viewed tensor
+                pending += node.all_input_nodes
         return list(found)
 
     def execution_order(self, items: Sequence[Item]) -> list[Item]:

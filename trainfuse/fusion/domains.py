@@ -18,6 +18,7 @@ from torch import fx
 
 from autodiff.graph import Refusal
 from autodiff.ops import lookup
+from autodiff.rewrite import known_equal
 from trainfuse.fusion.axes import Axis, DimMap, Misfit, fresh_dims, leaves, regroup, unify
 from trainfuse.fusion.classify import DomainKind, classify
 
@@ -193,7 +194,7 @@ class _Inference:
     def creation(self, node: fx.Node) -> DimMap:
         for operand in node.all_input_nodes:
             # The seed of a mask is read; the model of a full_like is not, but it is an input.
-            if operand in self.members or operand.meta["val"].numel() == 1:
+            if operand in self.members or known_equal(operand.meta["val"].numel(), 1):
                 self.read(operand)
         return fresh_dims(shape_of(node))
 

@@ -10,6 +10,7 @@ from torch import fx
 
 from autodiff import ops
 from autodiff.graph import TrainingGraph
+from autodiff.reads import hinted
 
 
 def is_view(node: fx.Node) -> bool:
@@ -35,6 +36,19 @@ def root(node: fx.Node) -> fx.Node:
     return node
 
 
+def sources(node: fx.Node) -> list[fx.Node]:
+    """What must be there for a value to be read: its root, and the sizes that its views take."""
+    found: dict[fx.Node, None] = {}
+    pending = [node]
+    while pending:
+        node = pending.pop()
+        if is_view(node):
+            pending += node.all_input_nodes
+        else:
+            found[node] = None
+    return list(found)
+
+
 def value_bytes(node: fx.Node) -> int:
     """Bytes that reading a value once touches; an expanded dim is read once."""
     value = node.meta.get("val")
@@ -44,7 +58,7 @@ def value_bytes(node: fx.Node) -> int:
         if isinstance(tensor, torch.Tensor):
             count = tensor.dtype.itemsize
             for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
-                count *= int(size) if stride != 0 else 1
+                count *= hinted(size) if hinted(stride) else 1
             total += count
     return total
 
@@ -53,8 +67,8 @@ class Flow:
     """The graph with views left out.
 
     compute: executed nodes that are no views, in order; position: index of each in it.
-    reads: roots that a node reads. readers: nodes that read a root, through views or not.
-    escapes: roots that the graph returns.
+    reads: roots that a node reads, and sizes that it takes. readers: nodes that read a root,
+    through views or not. escapes: roots that the graph returns.
     """
 
     def __init__(self, tg: TrainingGraph) -> None:
@@ -66,11 +80,12 @@ class Flow:
         self.reads: dict[fx.Node, list[fx.Node]] = {}
         self.readers: dict[fx.Node, list[fx.Node]] = {}
         for node in self.compute:
-            sources = list(dict.fromkeys(root(source) for source in node.all_input_nodes))
-            self.reads[node] = sources
-            for source in sources:
+            reads = dict.fromkeys(s for read in node.all_input_nodes for s in sources(read))
+            self.reads[node] = list(reads)
+            for source in reads:
                 self.readers.setdefault(source, []).append(node)
-        self.escapes = {root(node) for node in tg.graph.output_node().all_input_nodes}
+        outputs = tg.graph.output_node().all_input_nodes
+        self.escapes = {source for node in outputs for source in sources(node)}
 
     def predecessors(self) -> list[list[int]]:
         """For each compute node, what must run before it: what it reads, and order kept on purpose.
@@ -81,19 +96,17 @@ class Flow:
         last_draw: int | None = None
         last_effect: int | None = None
         for index, node in enumerate(self.compute):
-            sources = [
-                self.position[source] for source in self.reads[node] if source in self.position
-            ]
+            earlier = [self.position[read] for read in self.reads[node] if read in self.position]
             if last_effect is not None:
-                sources.append(last_effect)
+                earlier.append(last_effect)
             if ops.is_effect(node):
-                sources = list(range(last_effect or 0, index))
+                earlier = list(range(last_effect or 0, index))
                 last_effect = index
             elif ops.draws_randomness(node):
                 if last_draw is not None:
-                    sources.append(last_draw)
+                    earlier.append(last_draw)
                 last_draw = index
-            before.append(sources)
+            before.append(earlier)
         return before
 
     def close(

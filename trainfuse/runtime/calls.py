@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, fx
 
 from autodiff.reference import run_nodes
+from autodiff.rewrite import same_strides
 from trainfuse.runtime.emit import operators
 from trainfuse.runtime.fallback import Boundary, Failure, Stage
 from trainfuse.runtime.gate import Gate, References, group_environment
@@ -41,14 +42,30 @@ class GroupCall:
         self._boundary, self._gate, self._repro_folder = boundary, gate, repro_folder
         self._where = where
         self._trusted = False
+        self._strayed: tuple[int, ...] = ()
         self.failed = False
 
     def __call__(self, *inputs: Tensor, out: Sequence[Tensor]) -> None:
         """Write the group's outputs into `out`, in the order of group.outputs."""
         if self._trusted:
-            self.launcher(inputs, out)
+            self.launcher(self._laid_out(inputs) if self._strayed else inputs, out)
         else:
-            self._first(inputs, out)
+            self._strayed = strayed(self.group.inputs, inputs)
+            self._first(self._laid_out(inputs), out)
+
+    def _laid_out(self, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
+        """The inputs in the layouts that the kernel was made for."""
+        if not self._strayed:
+            return inputs
+        moved = list(inputs)
+        for place in self._strayed:
+            planned: Tensor = self.group.inputs[place].meta["val"]
+            shape, strides = tuple(planned.shape), tuple(planned.stride())
+            made = torch.empty_strided(
+                shape, strides, dtype=planned.dtype, device=inputs[place].device
+            )
+            moved[place] = made.copy_(inputs[place])
+        return moved
 
     def _first(self, inputs: Sequence[Tensor], out: Sequence[Tensor]) -> None:
         key = self.kernel.key
@@ -90,6 +107,19 @@ class GroupCall:
             results = refs.native
         for target, value in zip(out, results, strict=True):
             target.copy_(value)
+
+
+def strayed(nodes: Sequence[fx.Node], inputs: Sequence[Tensor]) -> tuple[int, ...]:
+    """Which inputs lie in memory otherwise than planned.
+
+    An operator's shape function may promise another layout than its kernel gives: aten.ormqr's
+    promises rows, and LAPACK gives columns. It is the same at every call of a plan.
+    """
+    return tuple(
+        place
+        for place, (node, value) in enumerate(zip(nodes, inputs, strict=True))
+        if value.numel() and not same_strides(node.meta["val"], value)
+    )
 
 
 def group_failure(

@@ -15,7 +15,12 @@ from autodiff import ops
 from autodiff.graph import TrainingGraph
 from trainfuse.capture import compat
 
-_SYNCHRONISING = frozenset({"nonzero", "_local_scalar_dense", "masked_select", "_unique2"})
+_SYNCHRONISING = frozenset(
+    {
+        "nonzero", "_local_scalar_dense", "masked_select", "_unique2", "unique_dim",
+        "unique_consecutive", "repeat_interleave", "bincount", "_assert_scalar",
+    }
+)  # fmt: skip
 _INDEXING = frozenset({"index", "index_put", "_index_put_impl", "_unsafe_index"})
 _MOVES = frozenset({"_to_copy", "device_put"})
 _STATIC_KINDS = frozenset({"parameter", "buffer"})

@@ -102,6 +102,8 @@ class Expressions:
                 return f"{{{', '.join(f'{k!r}: {self.value(v)}' for k, v in value.items())}}}"
             case torch.device():
                 return device_text(value)
+            case torch._ops.OperatorBase():  # what a higher-order operator is to call
+                return self._callee(value)
             case _:
                 assert not isinstance(value, Tensor), "a tensor constant must be a get_attr node"
                 return repr(value)

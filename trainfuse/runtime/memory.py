@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from torch import fx
 
+from autodiff import ops
 from autodiff.graph import TrainingGraph
 
 if TYPE_CHECKING:
@@ -103,7 +104,8 @@ def place_mutations(tg: TrainingGraph, steps: Sequence[Step]) -> MemoryPlan:
     A kernel writes into the input when no later step reads the old value and, should the kernel
     itself read it, each element is read only by the program that writes it. Otherwise `copy_`, as
     early as the last reader allows. An output or new value that shares memory with a mutated input
-    is cloned first.
+    is cloned first. Nothing is written before the last assertion: where one fails, another form of
+    the step is run instead.
     """
     pairs = _mutation_pairs(tg)
     if not pairs:
@@ -119,6 +121,7 @@ def place_mutations(tg: TrainingGraph, steps: Sequence[Step]) -> MemoryPlan:
             made.setdefault(node, i)
     last_read = _last_reads(steps, roots, made, kept)
     escaping = {roots[n] for n in user_outputs}
+    asserted = _last_assertion(steps)
     in_place: dict[fx.Node, fx.Node] = {}
     copies: dict[int, list[Step]] = {}
     for target, value in pairs:
@@ -127,6 +130,7 @@ def place_mutations(tg: TrainingGraph, steps: Sequence[Step]) -> MemoryPlan:
         step = steps[at] if at >= 0 else None
         if (
             step is not None
+            and at > asserted
             and step.group is not None
             and value not in in_place
             and roots[value] is value
@@ -137,9 +141,15 @@ def place_mutations(tg: TrainingGraph, steps: Sequence[Step]) -> MemoryPlan:
             in_place[value] = target
         else:
             copy = Step("copy", (value,), (), target=target)
-            copies.setdefault(max(at, last), []).append(copy)
+            copies.setdefault(max(at, last, asserted), []).append(copy)
     placed = _insert(steps, copies, {n: made.get(n, -1) for n in kept})
     return MemoryPlan(tuple(placed), in_place, frozenset(kept))
+
+
+def _last_assertion(steps: Sequence[Step]) -> int:
+    """Index of the last step that may find an assumption of the capture broken, or -1."""
+    found = (i for i, step in enumerate(steps) if step.node and ops.is_assertion(step.node))
+    return max(found, default=-1)
 
 
 def _mutation_pairs(tg: TrainingGraph) -> list[tuple[fx.Node, fx.Node]]:
