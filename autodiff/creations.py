@@ -1,4 +1,4 @@
-"""Constants that name another tensor only for its shape stop reading it."""
+"""Constants: they stop reading what gives them only a shape, and each reader has its own range."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ from typing import Any
 import torch
 from torch import fx
 
+from . import ops
 from .graph import TrainingGraph
+from .reads import is_view
 from .rewrite import GraphEdit
 
 aten = torch.ops.aten
@@ -76,3 +78,40 @@ def _memory_order(value: torch.Tensor) -> list[int] | None:
             return None
         expected *= value.shape[dim]
     return order
+
+
+_RANGES = frozenset(
+    {
+        aten.arange.default,
+        aten.arange.start,
+        aten.arange.start_step,
+        torch.ops.prims.iota.default,
+    }
+)
+
+
+def part_ranges(tg: TrainingGraph) -> TrainingGraph:
+    """Give each reader of a range a range of its own.
+
+    A causal mask compares the rows of one range with its columns: two maps of one value, of which
+    a kernel has only one. Of two ranges it has one each, and makes both in registers.
+    """
+    shared = [n for n in tg.graph.nodes if n.target in _RANGES and len(n.users) > 1]
+    if not shared:
+        return tg
+    edit = GraphEdit(tg)
+    for old in shared:
+        node = edit.mapping[old]
+        for user in [user for user in node.users if _is_computed_with(user)][1:]:
+            with edit.graph.inserting_before(user):
+                own = edit.graph.node_copy(node)
+            edit.facts[own] = edit.facts[user if user in edit.facts else node]
+            user.replace_input_with(node, own)
+    return edit.finish()
+
+
+def _is_computed_with(user: fx.Node) -> bool:
+    """Whether a range's reader is arithmetic, or a view for arithmetic; a gather needs no own."""
+    if user.op == "call_function" and is_view(user):
+        return any(map(_is_computed_with, user.users))
+    return ops.lookup(user.target).kind == "pointwise"

@@ -94,8 +94,20 @@ def _trace(node: fx.Node, table: Table) -> fx.GraphModule | None:
 
     nested = {target: formula for target, formula in table.items() if target is not node.target}
     with plain_tracing(), fake_mode_of(node.graph):
-        gm = make_fx(call, decomposition_table=nested)(*[value_of(parent) for parent in inputs])
+        gm = make_fx(call, decomposition_table=nested)(*map(_stand_in, inputs))
     return gm if covered else None
+
+
+def _stand_in(node: fx.Node) -> Any:
+    """A value like a node's, and of its own.
+
+    Equal formulas share a trace, and so the values of their results: tracing a reader of two of
+    them would take both for one.
+    """
+    value = value_of(node)
+    if not isinstance(value, torch.Tensor):
+        return value
+    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
 
 
 def _thaw(args: Any) -> list[Any]:
@@ -104,6 +116,12 @@ def _thaw(args: Any) -> list[Any]:
 
 
 def _splice(edit: GraphEdit, node: fx.Node, formula: fx.GraphModule) -> None:
+    """Put a formula's nodes before a node, and let what reads it read them.
+
+    Only results that something reads must have the node's type and layout.
+    """
+    if not node.users:
+        return
     inputs = iter(node.all_input_nodes)
     fact = edit.facts[node]
     copies: dict[fx.Node, fx.Node] = {}
@@ -123,11 +141,15 @@ def _splice(edit: GraphEdit, node: fx.Node, formula: fx.GraphModule) -> None:
         many = isinstance(node.meta["val"], (tuple, list))
         wanted = list(node.meta["val"]) if many else [node.meta["val"]]
         given = list(results) if many else [results]
+        parts: Any = (user.args[1] for user in node.users)
+        read = set(parts) if many else {0}
         ready = [
-            None if result is None else _conform(edit, copies[result], value, fact)
-            for result, value in zip(given, wanted, strict=True)
+            _conform(edit, copies[result], value, fact)
+            if result is not None and index in read
+            else None
+            for index, (result, value) in enumerate(zip(given, wanted, strict=True))
         ]
-    if any(made is None and value is not None for made, value in zip(ready, wanted, strict=True)):
+    if any(ready[index] is None and wanted[index] is not None for index in read):
         return  # the layout can't be had: the node stays, its formula is dead
     if not many:
         edit.replace(node, ready[0])  # type: ignore[arg-type]  # not None: checked above

@@ -14,21 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .channel_norms import channel_norms
 from .joins import joins
-from .rewrite import is_row_major, known_equal
+from .widening import is_empty as _is_empty
+from .widening import widened as _work
 
 Formula = Callable[..., Any]
-
-
-def _work(value: Tensor) -> Tensor:
-    """The value in the type that ATen accumulates it in."""
-    if value.dtype in (torch.float16, torch.bfloat16):
-        return value.to(torch.float32)
-    return value
-
-
-def _is_empty(value: Tensor) -> bool:
-    return known_equal(value.numel(), 0)
 
 
 def _inner(value: Tensor, normalized_shape: list[int]) -> list[int]:
@@ -186,70 +177,6 @@ def rms_norm_backward(
     return dx, dw
 
 
-def group_norm(
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    batch: int,
-    channels: int,
-    positions: int,
-    groups: int,
-    eps: float,
-) -> Any:
-    """aten.native_group_norm: output, mean [N, G], 1 / sqrt(var + eps) [N, G]."""
-    if _is_empty(x) or not is_row_major(x):
-        return NotImplemented
-    work = _work(x).reshape(batch, groups, channels // groups, positions)
-    variance, mean = torch.var_mean(work, [2, 3], correction=0, keepdim=True)
-    rstd = torch.rsqrt(variance + eps)
-    result = (work - mean) * rstd
-    affine = (1, groups, channels // groups, 1)
-    if weight is not None:
-        result = result * weight.reshape(affine)
-    if bias is not None:
-        result = result + bias.reshape(affine)
-    statistics = (batch, groups)
-    return (
-        result.to(x.dtype).reshape(x.shape),
-        mean.reshape(statistics),
-        rstd.reshape(statistics),
-    )
-
-
-def group_norm_backward(
-    gradient: Tensor,
-    x: Tensor,
-    mean: Tensor,
-    rstd: Tensor,
-    weight: Tensor | None,
-    batch: int,
-    channels: int,
-    positions: int,
-    groups: int,
-    mask: list[bool],
-) -> Any:
-    """aten.native_group_norm_backward: as layer norm's, over the elements of each group."""
-    if _is_empty(x) or not (is_row_major(x) and is_row_major(gradient)):
-        return NotImplemented
-    shape = (batch, groups, channels // groups, positions)
-    g = _work(gradient).reshape(shape)
-    scale = _work(rstd).reshape(batch, groups, 1, 1)
-    normalized = (_work(x).reshape(shape) - _work(mean).reshape(batch, groups, 1, 1)) * scale
-    affine_dtype = x.dtype if weight is None else weight.dtype
-    dx = dw = db = None
-    if mask[0]:
-        h = g if weight is None else g * weight.reshape(1, groups, channels // groups, 1)
-        correction = torch.mean(h, [2, 3], True) + normalized * torch.mean(
-            h * normalized, [2, 3], True
-        )
-        dx = ((h - correction) * scale).to(x.dtype).reshape(x.shape)
-    if mask[1]:
-        dw = torch.sum(g * normalized, [0, 3]).to(affine_dtype).reshape(channels)
-    if mask[2]:
-        db = torch.sum(g, [0, 3]).to(affine_dtype).reshape(channels)
-    return dx, dw, db
-
-
 _NONE, _MEAN = 0, 1
 
 
@@ -338,6 +265,7 @@ def composites() -> dict[Any, Formula]:
     aten = torch.ops.aten
     return {
         **joins(),
+        **channel_norms(),
         aten._softmax.default: softmax,
         aten._softmax_backward_data.default: softmax_backward,
         aten._log_softmax.default: log_softmax,
@@ -347,8 +275,6 @@ def composites() -> dict[Any, Formula]:
         aten.native_layer_norm_backward.default: layer_norm_backward,
         aten._fused_rms_norm.default: rms_norm,
         aten._fused_rms_norm_backward.default: rms_norm_backward,
-        aten.native_group_norm.default: group_norm,
-        aten.native_group_norm_backward.default: group_norm_backward,
         aten.nll_loss_forward.default: nll_loss_forward,
         aten.nll_loss_backward.default: nll_loss_backward,
         aten.native_dropout_backward.default: dropout_backward,

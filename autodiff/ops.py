@@ -90,14 +90,17 @@ _scaled_dot_product_flash_attention_for_cpu _scaled_dot_product_flash_attention_
 _scaled_dot_product_efficient_attention _scaled_dot_product_efficient_attention_backward
 _scaled_dot_product_cudnn_attention _scaled_dot_product_cudnn_attention_backward
 """
-_GATHERS = "embedding gather index.Tensor index_select take cat stack flip roll constant_pad_nd"
+_GATHERS = """
+embedding gather index.Tensor index_select take cat stack flip roll constant_pad_nd repeat
+"""
 _SCATTERS = """
 embedding_dense_backward scatter.src scatter.value scatter_add index_put index_add
 slice_scatter select_scatter slice_backward select_backward
 """
 _NORMS = """
 native_layer_norm native_layer_norm_backward native_group_norm native_group_norm_backward
-_fused_rms_norm _fused_rms_norm_backward
+_fused_rms_norm _fused_rms_norm_backward _native_batch_norm_legit_functional
+_native_batch_norm_legit.no_stats _native_batch_norm_legit_no_training native_batch_norm_backward
 """
 _SOFTMAXES = """
 _softmax _log_softmax _softmax_backward_data _log_softmax_backward_data nll_loss_forward

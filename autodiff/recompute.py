@@ -255,9 +255,11 @@ class _Problem:
             return INFINITE  # the seed is saved instead
         if node in self.tagged and not self._leaves_checkpoint(node):
             return INFINITE
+        maker = node.args[0] if node.target is operator.getitem else node
+        assert isinstance(maker, fx.Node)
         stored = (
             node.op == "placeholder"
-            or not is_fusible(node)
+            or not is_fusible(maker)
             or node in self.written
             or node in self.lasting
             or any(

@@ -8,10 +8,12 @@ from typing import Any
 from torch import fx
 
 from . import _compat
+from .channel_norms import channel_norms
 from .derive import cleanup, decompose
 from .formulas import losses
 from .graph import InputFact, NodeFacts, TrainingGraph
 from .recompute import Choice, choose, saved_values
+from .rereads import reread_less
 from .rng import functionalize_dropout
 
 
@@ -34,7 +36,7 @@ def partition(
     tg = joint_graph(joint, num_fwd_outputs, static)
     if fast_rng:
         tg = functionalize_dropout(tg)
-    tg = cleanup(decompose(tg, losses()))
+    tg = reread_less(cleanup(decompose(tg, {**losses(), **channel_norms()})))
     choice = choose_for_joint(tg, num_fwd_outputs, static, memory_budget)
     tensors, sizes = saved_values(choice)
     return _compat.extract_modules(tg.gm, tensors, sizes, num_fwd_outputs=num_fwd_outputs)

@@ -16,11 +16,13 @@ from typing import Any
 import torch
 from torch import fx
 
-from autodiff.creations import detach_creations
+from autodiff.channel_norms import channel_norms
+from autodiff.creations import detach_creations, part_ranges
 from autodiff.derive import cleanup, decompose
 from autodiff.graph import Refusal, TrainingGraph
 from autodiff.inlining import dissolve_unfused
 from autodiff.recompute import RecomputeReport, plan_recompute
+from autodiff.rereads import reread_less
 from autodiff.rng import functionalize_dropout
 from autodiff.slicing import Slices, slice_graph
 from autodiff.split import partition
@@ -83,6 +85,16 @@ def _dropout(state: State) -> State:
     if state.facts.settings.rng != "fast" or state.facts.backend == "inductor":
         return state
     return replace(state, graph=functionalize_dropout(state.graph))
+
+
+def _channel_norms(state: State) -> State:
+    return replace(state, graph=tidy(decompose(state.graph, channel_norms())))
+
+
+def _rereads(state: State) -> State:
+    facts = state.facts
+    wanted = facts.kind == "whole_step" and facts.settings.recompute
+    return replace(state, graph=reread_less(state.graph)) if wanted else state
 
 
 def _recompute(state: State) -> State:
@@ -210,6 +222,8 @@ PASSES: tuple[tuple[str, Callable[[State], State], str], ...] = (
         "masks become functions of one seed; before recompute, which copies them",
     ),
     ("early gradients", _early, "a row loss's gradient is forward, where one kernel makes both"),
+    ("channel norms", _channel_norms, "batch and group norms in pieces: recompute sees into them"),
+    ("rereads", _rereads, "the backward makes masks of what it reads, rather than read them, too"),
     ("recompute", _recompute, "whole steps: chooses what the backward saves; composites are whole"),
     ("decompose", _graph_pass(decompose), "composites become pointwise and reduction nodes"),
     ("tidy", _graph_pass(tidy), "the same of what decomposition left"),
@@ -217,6 +231,7 @@ PASSES: tuple[tuple[str, Callable[[State], State], str], ...] = (
     ("row statistics", _statistics, "log-probabilities are recomputed from saved row statistics"),
     ("update casts", _fold, "the update reads half gradients itself"),
     ("weight casts", _casts, "casts that no kernel of ours can take in are made together"),
+    ("ranges", _graph_pass(part_ranges), "each reader has its own: a kernel reads it by one map"),
     ("slice", _slice, "differentiable subgraphs, small ones dissolved; nodes are final now"),
     ("fuse", _fuse, "groups per phase, each with its iteration domain"),
     ("lower", _lower, "one kernel source a group, or a refusal"),

@@ -215,6 +215,21 @@ def test_equal_layers_are_traced_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(calls) == 1
 
 
+def test_results_of_one_trace_are_told_apart() -> None:
+    """Two equal formulas share a trace; a formula that reads both must not read one twice."""
+
+    def fn(x: Tensor, y: Tensor) -> Tensor:
+        return torch.cat([F.softmax(x, 1), F.softmax(y, 1)], 1)
+
+    args = leaves(torch.float32, (128, 128), (128, 128))
+    tg = training_graph(fn, args, [0])
+    derived = verify(cleanup(decompose(tg)))
+    assert not any("cat" in str(node.target) for node in derived.nodes())
+    inputs = [*args, torch.randn(128, 256)]
+    for mine, theirs in zip(run_graph(derived, inputs), run_graph(tg, inputs), strict=True):
+        torch.testing.assert_close(mine, theirs)
+
+
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
 def test_a_target_that_is_no_class_makes_the_loss_nan(reduction: str, weighted: bool) -> None:

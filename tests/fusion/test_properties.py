@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import fx
 
+from autodiff import ops
 from autodiff.graph import Phase, TrainingGraph
 from tests.autodiff.training_graphs import Builder
 from tests.fusion.helpers import check, run_plan, supports
@@ -90,7 +91,9 @@ def test_plans_compute_what_the_graph_says(
     inputs = [node for node in tg.graph.nodes if node.op == "placeholder"]
     assert_same_values(tg, plan, [torch.randn(node.meta["val"].shape) for node in inputs])
     runs = [node for item in plan.order for node in executed(item)]
-    assert len(set(runs)) == len(runs), "no work is done twice but for widening casts and masks"
+    twice = {node for node in runs if runs.count(node) > 1}
+    kinds = {ops.lookup(node.target).kind for node in twice}
+    assert kinds <= {"pointwise"}, "what sums or contracts runs once"
     if fuse_first is not None:
         assert len(plan.groups) <= fuse_first
 
@@ -122,31 +125,35 @@ def test_reachability_follows_merges(seed: int, size: int) -> None:
     edges = [[s for s in range(i) if rng.random() < 0.2] for i in range(size)]
     reach = Reach(edges)
 
-    def path_through_third(first: int, second: int) -> bool:
-        after: dict[int, set[int]] = {}
-        for target, sources in enumerate(edges):
-            for source in sources:
-                a, b = reach.find(source), reach.find(target)
-                if a != b:
-                    after.setdefault(a, set()).add(b)
-        for start, goal in ((first, second), (second, first)):
-            pending = [unit for unit in after.get(start, ()) if unit != goal]
-            seen = set(pending)
-            while pending:
-                for unit in after.get(pending.pop(), ()):
-                    if unit == goal:
-                        return True
-                    if unit not in seen:
-                        seen.add(unit)
-                        pending.append(unit)
-        return False
+    def below(unit: int, after: dict[int, set[int]]) -> set[int]:
+        found: set[int] = set()
+        pending = [unit]
+        while pending:
+            fresh = after.get(pending.pop(), set()) - found
+            found |= fresh
+            pending.extend(fresh)
+        return found
 
     for _ in range(size):
         first, second = reach.find(rng.randrange(size)), reach.find(rng.randrange(size))
         if first == second:
             continue
-        assert reach.would_cycle(first, second) == path_through_third(first, second)
-        if not reach.would_cycle(first, second):
+        after: dict[int, set[int]] = {}
+        for target, sources in enumerate(edges):
+            for a in map(reach.find, sources):
+                if a != reach.find(target):
+                    after.setdefault(a, set()).add(reach.find(target))
+        units = set(map(reach.find, range(size))) - {first, second}
+        between = reach.between(first, second)
+        assert set(between) == {
+            unit
+            for unit in units
+            for top, bottom in ((first, second), (second, first))
+            if unit in below(top, after) and bottom in below(unit, after)
+        }
+        for place, unit in enumerate(between):
+            assert not below(unit, after) & set(between[:place])
+        if not between:
             reach.merge(first, second)
 
 

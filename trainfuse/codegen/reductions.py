@@ -281,20 +281,26 @@ class Accumulator:
 
 
 def start(builder: Builder, acc: Accumulator) -> None:
-    """Accumulators, empty."""
+    """Accumulators, empty; values are counted along the reduced axes alone."""
     kind = TRITON_TYPE[acc.red.dtype]
     for index in range(builder.segments(acc.deps)):
-        shape = shape_text(builder, index, acc.deps)
         for name, state in zip(acc.names(builder, index), acc.red.states, strict=True):
+            deps = acc.deps & frozenset(acc.axes) if state == "count" else acc.deps
+            shape = shape_text(builder, index, deps)
             identity = acc.red.identity if state == "acc" else "0.0"
             identity = identity[1:-1] if identity.startswith("(") else identity
             builder.note(name, f"tl.full({shape}, {identity}, {kind})")
 
 
 def accumulate(
-    builder: Builder, acc: Accumulator, into: Sequence[Sequence[str]] | None = None
+    builder: Builder, acc: Accumulator, seen: str, into: Sequence[Sequence[str]] | None = None
 ) -> None:
-    """One block into the accumulators; into: their names, one list a segment, if not their own."""
+    """One block into the accumulators.
+
+    seen: how many blocks a lane has seen, this one included; "" when masks make lanes differ in
+    other blocks than the last. into: names of the accumulators, one list a segment, if not their
+    own.
+    """
     red = acc.red
     value, texts = operand(builder, red, acc.axes[-1])
     for index in range(builder.segments(acc.deps)):
@@ -303,7 +309,7 @@ def accumulate(
         masks = [builder.segment(axis, index).mask for axis in acc.axes]
         mask = " & ".join(mask for mask in masks if mask)
         if red.moments:
-            accumulate_moments(builder, red, text, mask, names)
+            accumulate_moments(builder, red, text, mask, names, seen)
             continue
         text = f"tl.where({mask}, {text}, {red.identity})" if mask else text
         match red.op:
@@ -315,21 +321,19 @@ def accumulate(
 
 
 def accumulate_moments(
-    builder: Builder, red: Reduction, text: str, mask: str, names: Sequence[str]
+    builder: Builder, red: Reduction, text: str, mask: str, names: Sequence[str], seen: str
 ) -> None:
-    """Welford's update, a lane at a time."""
+    """Welford's update, a lane at a time; how many values a lane has seen, the loop mostly knows."""
     count, mean, m2 = names
     kind = TRITON_TYPE[red.dtype]
-    delta, step = f"{mean}_delta", f"{mean}_step"
+    part, delta, change = f"{mean}_part", f"{mean}_delta", f"{mean}_step"
     builder.note(count, f"{count} + ({mask}).to({kind})" if mask else f"{count} + 1.0")
-    builder.note(delta, f"{text} - {mean}", "Welford")
-    if mask:
-        builder.note(step, f"tl.where({mask}, {delta} / {count}, 0.0)")
-        builder.note(m2, f"{m2} + tl.where({mask}, {delta} * ({delta} - {step}), 0.0)")
-    else:
-        builder.note(step, f"{delta} / {count}")
-        builder.note(m2, f"{m2} + {delta} * ({delta} - {step})")
-    builder.note(mean, f"{mean} + {step}")
+    divisor = f"tl.cast({seen}, {kind})" if seen else f"tl.maximum({count}, 1.0)"
+    builder.note(part, f"1.0 / {divisor}", "Welford")
+    builder.note(delta, f"tl.where({mask}, {text} - {mean}, 0.0)" if mask else f"{text} - {mean}")
+    builder.note(change, f"{delta} * {part}")
+    builder.note(m2, f"{m2} + {delta} * ({delta} - {change})")
+    builder.note(mean, f"{mean} + {change}")
 
 
 def finish(builder: Builder, acc: Accumulator) -> list[list[str]]:

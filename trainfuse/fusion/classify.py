@@ -25,6 +25,11 @@ SEGMENTWISE = ("aten.sum.", "aten.mean.", "aten.amax.", "aten.amin.")
 MAX_SINGLE_PROGRAM = 1 << 16
 # Rows that are only summed, too few to occupy a GPU and too long for one program each.
 FEW_ROWS, LONG_ROW = 512, 1 << 15
+# Programs of a row kernel, and elements of each: with fewer and longer ones most of the GPU waits,
+# and summing in slabs, then reading everything again, is faster.
+FEW_PROGRAMS, LONG_PROGRAM = 128, 1 << 17
+# Rows that lie side by side in memory and share a program: whole sectors of each operand.
+NEIGHBOURS = 32
 
 
 def classify(
@@ -60,6 +65,8 @@ def classify(
         check_wide(nodes, sides, width)
     if kind == "row" and not rows and width > MAX_SINGLE_PROGRAM:
         raise Misfit(nodes[-1], "a reduction over everything is read back")
+    if kind == "row" and read_back and few_long_programs(sizes, rows, width):
+        raise Misfit(nodes[-1], "its rows are too few and too long for a program each")
     return tuple(sorted(rows)), tuple(sorted(cols)), kind
 
 
@@ -105,12 +112,23 @@ def few_long_rows(sizes: tuple[int, ...], every: frozenset[int], cols: frozenset
     return rows <= FEW_ROWS and math.prod(sizes[axis] for axis in cols) >= LONG_ROW
 
 
+def few_long_programs(sizes: tuple[int, ...], rows: Axes, width: int) -> bool:
+    """Whether a row kernel would leave most of a GPU idle for long."""
+    programs = math.prod(sizes[axis] for axis in rows)
+    if len(sizes) - 1 in rows:  # axes are numbered as they lie in memory: rows are neighbours
+        share = min(NEIGHBOURS, programs)
+        programs, width = -(-programs // share), width * share
+    return programs < FEW_PROGRAMS and width >= LONG_PROGRAM
+
+
 def side(node: fx.Node, space: Axes, reduced: Axes, cols: Axes, rows: Axes) -> Side:
     """Which side of the partition a reduction sums over; Misfit when it cuts across.
 
     A value that lacks some of the axes to sum over would be counted once for each of them.
     """
     if cols and reduced == cols:
+        if space != rows | cols:
+            raise Misfit(node, "every row would reduce it again")
         return "cols"
     if rows and reduced == rows:
         return "rows"

@@ -9,15 +9,17 @@ from __future__ import annotations
 
 import heapq
 import operator
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import fx
 
 from autodiff import ops
 from autodiff.graph import Refusal, TrainingGraph
-from trainfuse.fusion.assemble import KEEP_MASK, Unit, assemble
+from trainfuse.fusion.assemble import Unit, assemble
+from trainfuse.fusion.borrowing import Units, borrow
 from trainfuse.fusion.domains import Domain, infer
 from trainfuse.fusion.flow import Flow, is_creation, value_bytes
 from trainfuse.fusion.plan import FusionOptions, FusionPlan
@@ -31,8 +33,9 @@ SIBLING_SHARE = 1 / 8
 # Siblings further apart than this are left alone: one of the results would have to wait, in
 # memory, for what the other one needs.
 SIBLING_DISTANCE = 64
+# Bytes that take no longer than the launch of the kernel that moves them.
+LAUNCH_BOUND = 1 << 16
 _FUSIBLE_KINDS = frozenset({"pointwise", "reduction", "rng", "gather"})
-_CASTS = frozenset({"aten._to_copy.default", "prims.convert_element_type.default"})
 
 
 def plan_fusion(
@@ -49,11 +52,23 @@ def plan_fusion(
     supports: why the code generator can't build a node, or None.
     """
     grouping = _Grouping(tg, owner, supports, options or FusionOptions())
+    grouping.strict = True
+    grouping.merge_producers()
+    grouping.strict = False
     grouping.merge_producers()
     if grouping.options.horizontal:
         grouping.merge_siblings()
         grouping.merge_producers()
-    grouping.copy_cheap()
+    borrow(
+        Units(
+            grouping.flow,
+            grouping.members,
+            grouping.borrowed,
+            grouping.unit,
+            grouping.fits,
+            grouping.free,
+        )
+    )
     units = [
         Unit(tuple(grouping.members[unit]), tuple(grouping.borrowed[unit]))
         for unit in grouping.members
@@ -61,6 +76,10 @@ def plan_fusion(
     plan = assemble(grouping.flow, units, grouping.free, grouping.options)
     refusals = (*grouping.refusals, *grouping.remaining_crossings(plan), *plan.refusals)
     return replace(plan, refusals=refusals)
+
+
+class Unstorable(str):
+    """Why a group can't write what is read outside it; it may once it holds the readers, too."""
 
 
 class _Grouping:
@@ -85,6 +104,10 @@ class _Grouping:
         self.members: dict[int, list[fx.Node]] = {}
         self.borrowed: dict[int, list[fx.Node]] = {}
         self.failed: dict[int, set[int]] = {}
+        self.tried: set[tuple[Any, ...]] = set()
+        # First what is computed once, such as 1 / sqrt(var + eps) by what sums the variance; only
+        # then may a kernel make a small value again in each of its elements.
+        self.strict = False
         for index, node in enumerate(self.flow.compute):
             if ops.lookup(node.target).kind not in _FUSIBLE_KINDS:
                 continue
@@ -158,10 +181,12 @@ class _Grouping:
 
     # Is it a kernel?
 
-    def shape(self, members: Iterable[fx.Node], stored: set[fx.Node]) -> Domain | str:
+    def shape(
+        self, members: Collection[fx.Node], stored: set[fx.Node], strict: bool = False
+    ) -> Domain | str:
         """The domain of the group that `members` would be, or why they are none.
 
-        stored: members that would be its outputs.
+        stored: members that would be its outputs. strict: no member may be made more than once.
         """
         nodes, inputs = self.flow.close(members, self.free)
         if len(nodes) > self.options.max_nodes:
@@ -171,8 +196,10 @@ class _Grouping:
         domain = infer(nodes)
         if isinstance(domain, Refusal):
             return domain.reason
+        if strict:
+            stored = stored | {n for n in members if ops.lookup(n.target).kind == "pointwise"}
         reason = _unstorable(nodes, stored, domain)
-        return domain if reason is None else reason
+        return domain if reason is None else Unstorable(reason)
 
     def stored(self, unit_members: set[fx.Node]) -> set[fx.Node]:
         """Members that something outside them reads."""
@@ -184,20 +211,40 @@ class _Grouping:
         }
 
     def try_merge(self, first: int, second: int) -> bool | None:
-        """Merge if the result is one kernel. None: not now, a path leads through a third unit."""
+        """Merge if the result is one kernel, with all that stands between the two.
+
+        None: not now, what stands between can't come along.
+        """
         if second in self.failed[first] or first in self.failed[second]:
             return False
-        if self.reach.would_cycle(first, second):
+        between = self.reach.between(first, second)
+        if not all(unit in self.members and self.same_phase(first, unit) for unit in between):
             return None
-        members = {*self.members[first], *self.members[second]}
-        shape = self.shape(members, self.stored(members))
-        if isinstance(shape, str):
+        units = [first, *between, second]
+        as_they_are = (self.strict, *((unit, len(self.members[unit])) for unit in units))
+        if as_they_are in self.tried:
+            return None if between else False
+        members = {member for unit in units for member in self.members[unit]}
+        shape = self.shape(members, self.stored(members), self.strict)
+        if not isinstance(shape, str):
+            self.join_all(units)
+            return True
+        self.tried.add(as_they_are)
+        if between:
+            return None
+        if not isinstance(shape, Unstorable):
             self.failed[first].add(second)
             self.failed[second].add(first)
-            self.note_crossing(first, second, shape)
-            return False
-        self.join(first, second)
-        return True
+        self.note_crossing(first, second, shape)
+        return False
+
+    def join_all(self, units: Sequence[int]) -> None:
+        """Join two units and what stands between them, from the upper one down."""
+        if self.reach.above[units[0]] & self.reach.bits[units[-1]]:
+            units = [units[-1], *units[1:-1], units[0]]
+        kept = units[0]
+        for unit in units[1:]:
+            kept = self.join(kept, unit)
 
     def note_crossing(self, first: int, second: int, reason: str) -> None:
         """Remember why a value still goes through memory between two units."""
@@ -259,7 +306,14 @@ class _Grouping:
                 other = self.unit(reader)
                 if other is not None and other != unit and self.same_phase(other, unit):
                     found.add(other)
-        return {other for other in found if self.shares_enough(unit, other)}
+        return {o for o in found if self.shares_enough(unit, o)} | self.small_siblings(unit)
+
+    def small_siblings(self, unit: int) -> set[int]:
+        """Units that read results of the same unit, when both are hardly more than a launch."""
+        if self.traffic(unit) > LAUNCH_BOUND:
+            return set()
+        others = {other for made in self.producers(unit) for other in self.consumers(made)}
+        return {o for o in others - {unit} if self.traffic(o) <= LAUNCH_BOUND}
 
     def shares_enough(self, first: int, second: int) -> bool:
         shared = sum(map(value_bytes, self.reads(first) & self.reads(second)))
@@ -319,42 +373,9 @@ class _Grouping:
         """Heap order: most bytes first, then nearest, then earliest."""
         return (-self.saved_bytes(first, second), abs(first - second), first, second)
 
-    # Cheap copies.
-
-    def copy_cheap(self) -> None:
-        """Give each reader its own copy of a value that is cheaper to make than to read.
-
-        A widening cast reads half of what its result holds; a mask reads nothing but its seed.
-        What the copy reads must be in memory anyway.
-        """
-        for node in self.flow.compute:
-            source = self.unit(node)
-            if source is None or not _cheap_to_copy(node):
-                continue
-            own = set(self.members[source])
-            if any(v in own and v not in self.stored(own) for v in self.flow.reads[node]):
-                continue
-            for reader in self.flow.readers.get(node, ()):
-                target = self.unit(reader)
-                if target is None or target == source or not self.same_phase(source, target):
-                    continue
-                if node in self.borrowed[target]:
-                    continue
-                members = set(self.members[target])
-                extended = members | {node, *self.borrowed[target]}
-                if not isinstance(self.shape(extended, self.stored(members)), str):
-                    self.borrowed[target].append(node)
-
-
-def _cheap_to_copy(node: fx.Node) -> bool:
-    """Whether making a value again moves less than reading it."""
-    name = ops.op_name(node.target)
-    if name == KEEP_MASK:
-        return True
-    if name not in _CASTS:
-        return False
-    source = node.all_input_nodes[0].meta["val"]
-    return source.dtype.itemsize < node.meta["val"].dtype.itemsize
+    def fits(self, unit: int, nodes: Collection[fx.Node]) -> bool:
+        """Whether a unit is one kernel with these nodes, of which it stores what it did before."""
+        return not isinstance(self.shape(nodes, self.stored(set(self.members[unit]))), str)
 
 
 def _unstorable(nodes: list[fx.Node], stored: set[fx.Node], domain: Domain) -> str | None:

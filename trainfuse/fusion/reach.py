@@ -34,12 +34,22 @@ class Reach:
             index = self.parent[index]
         return index
 
-    def would_cycle(self, first: int, second: int) -> bool:
-        """Whether a path leaves one of two units and comes back to the other through a third."""
+    def between(self, first: int, second: int) -> list[int]:
+        """Units on paths from one of two units to the other, each after those that it depends on.
+
+        Without them the two would make a cycle.
+        """
         both = self.bits[first] | self.bits[second]
         down = self.below[first] & self.above[second]
         up = self.below[second] & self.above[first]
-        return bool((down | up) & ~both)
+        pending = list(self._units((down | up) & ~both))
+        ordered: list[int] = []
+        while pending:
+            left = sum(self.bits[unit] for unit in pending)
+            ready = next(unit for unit in pending if not self.above[unit] & left)
+            ordered.append(ready)
+            pending.remove(ready)
+        return ordered
 
     def merge(self, first: int, second: int) -> int:
         """Join two units, which must not make a cycle; returns the joint one."""

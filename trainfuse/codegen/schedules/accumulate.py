@@ -51,15 +51,19 @@ class Plan:
 
 
 def late_nodes(group: Group) -> tuple[list[fx.Node], list[fx.Node]]:
-    """Needed nodes computed in the row loop, and those that follow a reduction over rows."""
+    """Nodes that the row loop needs, and those that follow a reduction over rows."""
     domain = group.domain
     rows = frozenset(domain.rows)
     late: set[fx.Node] = set()
     for node in group.nodes:
         if domain.reduced.get(node, frozenset()) & rows or late & set(node.all_input_nodes):
             late.add(node)
+    looped: set[fx.Node] = set(group.outputs) - late
+    for node in reversed(group.nodes):
+        if node in looped or domain.reduced.get(node, frozenset()) & rows:
+            looped.update(operand for operand in node.all_input_nodes if operand not in late)
     nodes = needed(group)
-    return [n for n in nodes if n not in late], [n for n in nodes if n in late]
+    return [n for n in nodes if n in looped and n not in late], [n for n in nodes if n in late]
 
 
 def accumulators(group: Group, tile: Sequence[TileAxis], late: list[fx.Node]) -> list[Accumulator]:
@@ -101,11 +105,11 @@ def row_loop(
             reductions.reduce_held(builder, reductions.parse(node, domain), "col")
         if node in group.outputs:
             builder.store(node)
+    step = plan.programs * plan.block
     for acc in accs:
-        reductions.accumulate(builder, acc)
+        reductions.accumulate(builder, acc, f"start // {step} + 1")
     body = builder.pop()
     first = "tl.program_id(0)" if plan.block == 1 else f"tl.program_id(0) * {plan.block}"
-    step = plan.programs * plan.block
     builder.body.append(Loop("start", first, "ROWS", str(step), body))
 
 
@@ -130,6 +134,7 @@ def walked_loop(
             builder.body.append(Barrier("the row is read again"))
         step = Level(
             current,
+            plan.programs,
             [reductions.parse(n, group.domain) for n in early if n in rows and level[n] == current],
             [n for n in early if n in group.outputs and n not in rows and level[n] == current],
             [acc for acc in accs if level[acc.red.node] == current],
@@ -144,9 +149,13 @@ def walked_loop(
 
 @dataclass(frozen=True, slots=True)
 class Level:
-    """What one reading of a row does: reductions of it, stores, and sums over rows."""
+    """What one reading of a row does: reductions of it, stores, and sums over rows.
+
+    stride: rows from one that a program walks to its next.
+    """
 
     number: int
+    stride: int
     reds: list[Reduction]
     stored: list[fx.Node]
     accs: list[Accumulator]
@@ -176,7 +185,8 @@ class Level:
                 builder.store(node)
             for acc in self.accs:
                 wide = "col" in acc.deps - set(acc.axes)
-                reductions.accumulate(builder, acc, [into[acc][index if wide else 0]])
+                names = [into[acc][index if wide else 0]]
+                reductions.accumulate(builder, acc, f"start // {self.stride} + 1", names)
             builder.forget("col")
             ready = following or {}
         builder.tile["col"], builder.suffix = whole, ""

@@ -1,4 +1,7 @@
-"""Pointwise groups: flat where operands are dense in one order, tiled where they are permuted."""
+"""Pointwise groups: flat where operands are dense in one order, tiled where they are permuted.
+
+With several operands a row or a column: in bands.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ from torch import fx
 from trainfuse.codegen.builder import Builder, Group
 from trainfuse.codegen.choices import Choice, products
 from trainfuse.codegen.ir import Module
+from trainfuse.codegen.schedules import banded
 from trainfuse.codegen.schedules.common import (
     constants,
     describe,
@@ -37,13 +41,15 @@ OTHERS = tuple(products(warps=(4, 8), block=(512, 1024, 2048, 4096, 8192)))
 
 
 def build(group: Group, target: Target, options: CodegenOptions, choice: Choice) -> Module:
-    """One program a block of elements, or a block of tiles."""
+    """One program a block of elements, a block of tiles, or a band of rows."""
     del options
     order = memory_order(group, group.outputs)
     other = permuted_axis(group, order)
-    if other is None:
-        return flat(group, target, order, choice)
-    return tiled(group, target, order, other, choice)
+    if other is not None:
+        return tiled(group, target, order, other, choice)
+    parts = banded.division(group, order)
+    bands = None if parts is None else banded.build(group, target, choice, parts)
+    return bands or flat(group, target, order, choice)
 
 
 def memory_order(group: Group, values: Sequence[fx.Node]) -> list[int]:

@@ -270,8 +270,10 @@ def walk(builder: Builder, step: Pass, back: bool) -> None:
     builder.note("col", long(builder.group, f"start + tl.arange(0, {width})"))
     if segment.mask:
         builder.note(segment.mask, "col < COLS")
+    # walked backwards, the block with lanes outside comes first: their counts lag behind
+    seen = "" if back and segment.mask else f"{'done' if back else 'start'} // {width} + 1"
     for acc in step.accs:
-        reductions.accumulate(builder, acc)
+        reductions.accumulate(builder, acc, seen)
     for pair in step.both:
         online.accumulate(builder, pair)
     for node in step.wide:

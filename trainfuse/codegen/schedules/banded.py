@@ -1,0 +1,159 @@
+"""Pointwise groups with values a channel or a row: tiles of rows, so that those are read once.
+
+Walked flat, every element would load its channel's mean, deviation, weight and sums again, and
+compute again what follows from them. In a tile what varies along rows alone is a number a row, and
+what varies along columns alone stays in registers while a program walks down its columns.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import fx
+
+from trainfuse.codegen.builder import Builder, Group
+from trainfuse.codegen.choices import Choice
+from trainfuse.codegen.ir import Loop, Module
+from trainfuse.codegen.schedules.common import (
+    constants,
+    describe,
+    kernel,
+    live_tiles,
+    long,
+    needed,
+    own_axes,
+    preload,
+)
+from trainfuse.codegen.targets import Target
+from trainfuse.codegen.tile import Segment, TileAxis, divide_up, power_of_two
+
+SMALL_OPERANDS = 3
+"""With fewer a flat walk loads them again at little cost."""
+ELEMENTS = 2048
+WIDTHS = (1024, 512, 256)
+WARPS = 4
+PROGRAMS_PER_SM = 8
+TILE_REGISTERS = 96
+MAX_TILES = 65535  # of a grid's second dimension
+
+
+@dataclass(frozen=True, slots=True)
+class Division:
+    """Axes as rows and columns, outermost first. walks: whether anything varies by column alone."""
+
+    rows: tuple[int, ...]
+    cols: tuple[int, ...]
+    walks: bool
+
+
+def division(group: Group, order: Sequence[int]) -> Division | None:
+    """Where to cut the axes, as they lie in memory, so that small operands are read least often."""
+    domain = group.domain
+    every = frozenset(order)
+    small = [own_axes(domain, n) for n in group.inputs if n in domain.axes]
+    small = [own for own in small if own and own != every]
+    if len(small) < SMALL_OPERANDS:
+        return None
+    found: list[tuple[float, int]] = []
+    for cut in range(1, len(order)):
+        rows, cols = frozenset(order[:cut]), frozenset(order[cut:])
+        row_cost, col_cost = 1 / domain.extent(cols), 1 / domain.extent(rows)
+        costs = [row_cost if own <= rows else col_cost if own <= cols else 1.0 for own in small]
+        found.append((sum(costs), cut))
+    cost, cut = min(found)
+    if cost > len(small) / 4:
+        return None
+    cols = frozenset(order[cut:])
+    walks = any(own <= cols for own in small)
+    return Division(tuple(order[:cut]), tuple(order[cut:]), walks)
+
+
+def build(group: Group, target: Target, choice: Choice, parts: Division) -> Module | None:
+    """Programs of [rows, columns] tiles; None when the grid can't hold them."""
+    domain = group.domain
+    total, width = domain.extent(parts.rows), domain.extent(parts.cols)
+    rows, block = tile_shape(group, target, choice, total, width)
+    tiles, strips = divide_up(width, block), divide_up(total, rows)
+    if tiles > MAX_TILES:
+        return None
+    programs = strips
+    if parts.walks:
+        wanted = (choice.per_sm or PROGRAMS_PER_SM) * target.num_sms
+        programs = min(strips, max(1, wanted // tiles))
+    row_mask = "row_mask" if total % rows else ""
+    col_mask = "col_mask" if width % block else ""
+    quad = f"tl.program_id(1) * {block // 4}" if block % 4 == 0 else None
+    axes = [
+        TileAxis(
+            "row",
+            parts.rows,
+            total,
+            (Segment("row", row_mask, rows),),
+            None if rows == 1 else 0,
+            True,
+        ),
+        TileAxis(
+            "col",
+            parts.cols,
+            width,
+            (Segment("col", col_mask, block, quad),),
+            0 if rows == 1 else 1,
+            True,
+        ),
+    ]
+    builder = Builder(group, axes, "col")
+    constants(builder, [("ROWS", total), ("COLS", width)])
+    lanes = f"tl.arange(0, {block}){'[None, :]' if rows > 1 else ''}"
+    first = f"tl.program_id(1) * {block} + {lanes}" if tiles > 1 else lanes
+    builder.note("col", long(group, first))
+    if col_mask:
+        builder.note("col_mask", "col < COLS")
+    builder.bind("col")
+    nodes = needed(group)
+    strip = "tl.program_id(0)" if rows == 1 else f"tl.program_id(0) * {rows}"
+    if programs < strips:
+        builder.push("row")
+        tile(builder, nodes, rows, "start")
+        body = builder.pop()
+        builder.body.append(Loop("start", strip, "ROWS", str(programs * rows), body))
+    else:
+        builder.bind("row")
+        tile(builder, nodes, rows, strip)
+    doc = f"Banded: {describe(group, nodes)}."
+    warps = choice.warps or WARPS
+    return Module((kernel(builder, "banded_kernel", doc, (programs, tiles, 1), warps),))
+
+
+def tile(builder: Builder, nodes: list[fx.Node], rows: int, first: str) -> None:
+    """One tile, from its first row."""
+    group = builder.group
+    builder.note(
+        "row", long(group, first if rows == 1 else f"{first} + tl.arange(0, {rows})[:, None]")
+    )
+    if builder.segment("row", 0).mask:
+        builder.note("row_mask", "row < ROWS")
+    preload(builder, nodes)
+    for node in nodes:
+        if node in group.outputs:
+            builder.store(node)
+
+
+def tile_shape(
+    group: Group, target: Target, choice: Choice, total: int, width: int
+) -> tuple[int, int]:
+    """(rows, columns) of a tile: short rows whole, long ones in blocks that waste few lanes."""
+    if target.interpreted:
+        block = min(power_of_two(width), 2048)
+        return min(max(1, 16384 // block), power_of_two(total)), block
+    elements = choice.block or ELEMENTS
+    warps = choice.warps or WARPS
+    while elements > 256 and elements * live_tiles(group) / (32 * warps) > TILE_REGISTERS:
+        elements //= 2
+    if width <= min(WIDTHS[0], elements):
+        block = power_of_two(width)
+    else:
+        fitting = [w for w in WIDTHS if w <= elements] or [elements]
+        block = min(fitting, key=lambda w: (math.ceil(width / w) * w, -w))
+    return min(max(1, elements // block), power_of_two(total)), block
