@@ -135,6 +135,17 @@ CASES: dict[str, Spec] = {
         lambda x: (x.amax(-1), x.exp().sum(-1), (x - x.amin(-1, keepdim=True)).exp().sum(-1)),
         lambda: [randn(3, 20000)],
     ),
+    # walked backwards: the block with lanes outside the row comes first, or there is none
+    "variance in a second pass": (
+        "row",
+        lambda x: (x - x.amax(-1, keepdim=True)).var(-1),
+        lambda: [randn(2, 20001)],
+    ),
+    "variance in a second pass, whole blocks": (
+        "row",
+        lambda x: (x - x.amax(-1, keepdim=True)).var(-1),
+        lambda: [randn(2, 24576)],
+    ),
     # columns
     "bias gradient": (
         "column",

@@ -323,7 +323,7 @@ def accumulate(
 def accumulate_moments(
     builder: Builder, red: Reduction, text: str, mask: str, names: Sequence[str], seen: str
 ) -> None:
-    """Welford's update, a lane at a time; how many values a lane has seen, the loop mostly knows."""
+    """Welford's update, a lane at a time; the loop mostly knows how many values a lane has seen."""
     count, mean, m2 = names
     kind = TRITON_TYPE[red.dtype]
     part, delta, change = f"{mean}_part", f"{mean}_delta", f"{mean}_step"
