@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,6 +15,8 @@ Tensors = Mapping[str, torch.Tensor | None]
 SMALL_TENSOR = 1000
 # A run whose weights moved less than this (relative RMS) shows nothing about its later steps.
 LEAST_MOVE = 1e-3
+# Elements that are held in fp64 at a time.
+_PIECE = 1 << 22
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,28 +88,43 @@ def luck(count: int) -> float:
     return math.exp(5.0 / math.sqrt(max(count, 1)))
 
 
+def _pieces(*tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
+    """The tensors flat and in fp64, a piece at a time, where the first one is: no whole copy."""
+    device = tensors[0].device
+    flat = [t.detach().reshape(-1).split(_PIECE) for t in tensors]
+    for parts in zip(*flat, strict=True):
+        yield tuple(part.to(device).double() for part in parts)
+
+
 def rms(x: torch.Tensor) -> float:
     """Root mean square in fp64, over the finite elements."""
-    x = x.detach().double()
-    x = x[torch.isfinite(x)]
-    return float(x.square().mean().sqrt()) if x.numel() else 0.0
+    total = count = torch.zeros((), dtype=torch.float64, device=x.device)
+    for (piece,) in _pieces(x):
+        finite = torch.isfinite(piece)
+        total = total + torch.where(finite, piece, 0.0).square().sum()
+        count = count + finite.sum()
+    return float((total / count.clamp(min=1)).sqrt())
 
 
 def rmse(x: torch.Tensor, reference: torch.Tensor, eager: torch.Tensor | None = None) -> float:
     """Root mean square error against fp64.
 
-    Where the reference isn't finite, x must be NaN or infinite exactly as eager is: else inf.
+    Where the reference isn't finite, x must be NaN or infinite exactly as eager is: else inf. The
+    tensors may be on several devices; at most _PIECE elements at a time are copied to that of x.
     """
-    x, reference = x.detach().double(), reference.detach().double().to(x.device)
-    if not reference.numel():
-        return 0.0
-    finite = torch.isfinite(reference)
-    if eager is not None:
-        eager = eager.detach().double()
-        finite &= torch.isfinite(eager)  # an overflow that eager has too is no error of ours
-        if not torch.allclose(x[~finite], eager[~finite], rtol=0.0, atol=0.0, equal_nan=True):
-            return math.inf
-    return float((x - reference)[finite].square().mean().sqrt()) if finite.any() else 0.0
+    total = count = torch.zeros((), dtype=torch.float64, device=x.device)
+    alike = torch.ones((), dtype=torch.bool, device=x.device)
+    for piece in _pieces(x, reference, *([] if eager is None else [eager])):
+        mine, exact = piece[:2]
+        finite = torch.isfinite(exact)
+        if eager is not None:
+            theirs = piece[2]
+            finite &= torch.isfinite(theirs)  # an overflow that eager has too is no error of ours
+            same = (mine == theirs) | (mine.isnan() & theirs.isnan())
+            alike = alike & (same | finite).all()
+        total = total + torch.where(finite, mine - exact, 0.0).square().sum()
+        count = count + finite.sum()
+    return float((total / count.clamp(min=1)).sqrt()) if bool(alike) else math.inf
 
 
 def _floor(dtype: torch.dtype, size: float, scale: float) -> float:

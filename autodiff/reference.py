@@ -36,11 +36,24 @@ def _widen_literal(value: Any, dtype: torch.dtype) -> Any:
     return dtype if isinstance(value, torch.dtype) and value.is_floating_point else value
 
 
+def widened_call(node: fx.Node, dtype: torch.dtype) -> tuple[list[Any], dict[str, Any]]:
+    """A node's arguments with `dtype` where they name an element type: casts become no-ops."""
+    return _widened(node.target, node.args, node.kwargs, dtype)
+
+
 def _call(node: fx.Node, args: Any, kwargs: Any, dtype: torch.dtype | None) -> Any:
     """Execute one node; with a working dtype, casts between floating types become no-ops."""
     target: Any = node.target
     if dtype is None:
         return target(*args, **kwargs)
+    args, kwargs = _widened(target, args, kwargs, dtype)
+    result = target(*args, **kwargs)
+    return tree_map(lambda value: widen(value, dtype), result)
+
+
+def _widened(
+    target: Any, args: Any, kwargs: Any, dtype: torch.dtype
+) -> tuple[list[Any], dict[str, Any]]:
     name = ops.op_name(target)
     args = list(args)
     position = _DTYPE_POSITION.get(name)
@@ -52,8 +65,7 @@ def _call(node: fx.Node, args: Any, kwargs: Any, dtype: torch.dtype | None) -> A
         key: _widen_literal(value, dtype) if key in ("dtype", "out_dtype") else value
         for key, value in kwargs.items()
     }
-    result = target(*args, **kwargs)
-    return tree_map(lambda value: widen(value, dtype), result)
+    return args, kwargs
 
 
 def _run_update(node: fx.Node, args: Any, update: Update | None) -> None:

@@ -229,6 +229,7 @@ class Settings:
         "kernels", _VERIFY, "'off' drops the check of new kernels, more costs steps",
         off="off", on="kernels",
     )  # fmt: skip
+    nan_check: bool = _off("a copy of the training state and a wait for the device, every step")
     cuda_graph: str = _switch(
         "auto", _choice("auto", "require", "off"), "'off' pays for every launch",
         off="off", on="auto",

@@ -47,6 +47,8 @@ from trainfuse.fusion.rewrites.row_sums import simplify_sums
 from trainfuse.fusion.rewrites.update_casts import fold_update_casts
 from trainfuse.fusion.rewrites.weight_casts import batch_weight_casts
 from trainfuse.runtime.cache import KernelCache, shared_cache
+from trainfuse.runtime.captured import CapturedStep
+from trainfuse.runtime.checks import Checks
 from trainfuse.runtime.choice import choose_backend, device_of, target_of
 from trainfuse.runtime.fallback import Boundary
 from trainfuse.runtime.gate import Gate
@@ -54,8 +56,6 @@ from trainfuse.runtime.plan import Plan
 from trainfuse.runtime.program import RuntimeOptions
 from trainfuse.runtime.step_gate import StepGate
 from trainfuse.runtime.tune import Trial, Tuner
-
-_log = log.get_logger("gate")
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,7 +181,7 @@ def _lower(state: State) -> State:
 
 
 _TUNED_BYTES = 128 << 20
-"""Bytes that a group moves, from which a search among a few kernels pays: about 30 us on an H200."""
+"""Bytes that a group moves, from which a search among a few kernels pays: some 30 us on an H200."""
 
 
 def _tune(state: State) -> State:
@@ -362,7 +362,7 @@ class Builder:
             self._runtime_options(facts),
             cuda_graph=self.settings.cuda_graph,
             no_graph_because=None if captured.kind == "whole_step" else "regions run ungraphed",
-            step_gate=self._step_gate(captured, facts),
+            checks=self._checks(captured, facts),
         )
         record.compile_s = time.perf_counter() - began
         if self._stop_at_plan:
@@ -373,11 +373,8 @@ class Builder:
     def _program(self, record: PlanRecord) -> Callable[[list[Any]], Sequence[Any]]:
         plan = record.plan
         assert plan is not None
-        every = self.settings.verify if isinstance(self.settings.verify, int) else None
 
         def program(args: list[Any]) -> Sequence[Any]:
-            if every is not None and plan.calls_since_check >= every:
-                plan.verify_next()
             if plan.stats.calls:
                 return plan(args)
             began = time.perf_counter()
@@ -387,17 +384,22 @@ class Builder:
 
         return program
 
-    def _step_gate(self, captured: Captured, facts: Facts) -> StepGate | None:
+    def _checks(self, captured: Captured, facts: Facts) -> Checks | None:
         settings = self.settings
-        if settings.verify in ("off", "kernels"):
+        if settings.verify == "off" and not settings.nan_check:
             return None
-        if not captured.updates:
-            _log.info("verify=%r: no update to watch, kernels alone are checked", settings.verify)
-            return None
-        # the masks of the plan, and no other pass: those are what is compared
-        graph = _dropout(State(captured.graph, facts)).graph
+        masks = settings.rng == "fast" and facts.backend != "inductor"
+        step = CapturedStep(captured, self._boundary, fast_rng=masks)
         strict = settings.strict or not settings.fallback
-        return StepGate(graph, self._boundary, strict=strict)
+        compared = settings.verify not in ("off", "kernels")
+        return Checks(
+            step,
+            StepGate(step, strict=strict) if compared else None,
+            # with the masks of the plan, and no other pass
+            lambda: _dropout(State(captured.graph, facts)).graph,
+            every=settings.verify if isinstance(settings.verify, int) else None,
+            nan_check=settings.nan_check,
+        )
 
     def _runtime_options(self, facts: Facts) -> RuntimeOptions:
         # with Inductor on a GPU the update is still ours: on the host it would forbid a CUDA graph

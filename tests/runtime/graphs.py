@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+import os
+import re
+import subprocess
+import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -111,3 +116,16 @@ def cloned(args: Sequence[Tensor]) -> list[Any]:
 def randn(*shape: int) -> Tensor:
     """Normal numbers."""
     return torch.randn(shape)
+
+
+def run_alone(script: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    """Run a repro as whoever receives it would: without this checkout, from somewhere else."""
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    environment.pop("PYTHONPATH", None)
+    command = [sys.executable, "-I", script]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=cwd)
+    assert not any(
+        re.search(r"^\s*(from|import) (trainfuse|autodiff)\b", path.read_text(), re.M)
+        for path in Path(script).parent.glob("*.py")
+    )
+    return done

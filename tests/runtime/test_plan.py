@@ -26,7 +26,7 @@ from trainfuse.runtime.gate import Gate
 from trainfuse.runtime.inductor import cut
 from trainfuse.runtime.plan import Plan
 from trainfuse.runtime.program import RuntimeOptions
-from trainfuse.runtime.snapshot import restored_on_failure
+from trainfuse.runtime.snapshot import Snapshot
 
 pytestmark = [  # triton 3.6 and torch 2.11 warn about themselves
     pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning"),
@@ -208,7 +208,7 @@ def test_the_snapshot_restores_random_state_and_shared_tensors() -> None:
     state = torch.get_rng_state()
 
     def interrupted() -> None:
-        with restored_on_failure([values, values]):
+        with Snapshot([values, values]).restored_on_failure():
             values.add_(torch.rand(3))
             raise Stop
 
@@ -216,7 +216,7 @@ def test_the_snapshot_restores_random_state_and_shared_tensors() -> None:
         interrupted()
     assert torch.equal(values, torch.ones(3))
     assert torch.equal(torch.get_rng_state(), state)
-    with restored_on_failure([values]):
+    with Snapshot([values]).restored_on_failure():
         values.zero_()
     assert not values.any()
 

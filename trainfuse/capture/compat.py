@@ -218,6 +218,11 @@ def linked_grad(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
     return torch.autograd.grad(outputs, inputs, *args, **kwargs)
 
 
+def is_checkpoint(target: object) -> bool:
+    """Whether a node of Dynamo's graph calls a checkpointed stretch."""
+    return target is torch.ops.higher_order.tag_activation_checkpoint
+
+
 # -- AOTAutograd ----------------------------------------------------------------------------------
 
 _KEPT_WHOLE = (
@@ -319,6 +324,12 @@ def origin(
     if type(desc).__name__ != "PlainAOTInput":
         return None, None
     return examples[desc.idx], placeholders[desc.idx]
+
+
+def plain_positions(output: fx.Node) -> tuple[int | None, ...]:
+    """Which of Dynamo's outputs each ATen output is; None for one that AOTAutograd added."""
+    descs = output.meta.get("desc") or ()
+    return tuple(d.idx if type(d).__name__ == "PlainAOTOutput" else None for d in descs)
 
 
 _PLAIN_REASONS = (

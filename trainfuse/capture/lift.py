@@ -14,6 +14,7 @@ from autodiff import ops
 from autodiff.graph import InputFact, NodeFacts, Phase, TrainingGraph
 from trainfuse.capture import compat
 from trainfuse.capture.optimizers import find_handle
+from trainfuse.capture.shadow import Shadow
 
 PHASE_KEY = "trainfuse_phase"
 """Key in meta["custom"], which AOTAutograd hands on from Dynamo's nodes to ATen's."""
@@ -29,12 +30,17 @@ class Captured:
 
     examples: one a placeholder: real tensors where the capture had them, else fakes.
     updates: effect node's name -> (handle number, flat parameter indices).
+    shadow: Dynamo's graph, of a whole step. sources, results: which of its inputs and outputs the
+    graph's own are, None where they are none of them.
     """
 
     kind: CaptureKind
     graph: TrainingGraph
     examples: tuple[Any, ...]
     updates: Mapping[str, tuple[int, tuple[int, ...]]]
+    shadow: Shadow | None = None
+    sources: tuple[int | None, ...] = ()
+    results: tuple[int | None, ...] = ()
 
 
 class CaptureRefused(Exception):
@@ -159,11 +165,13 @@ def lift(
     inputs: Sequence[InputFact],
     examples: Sequence[Any],
     kind: CaptureKind,
+    shadow: Shadow | None = None,
+    sources: Sequence[int | None] = (),
 ) -> Captured:
     """Make a TrainingGraph of an ATen graph from AOTAutograd; the graph module is taken over.
 
-    inputs, examples: one a placeholder, in order. Raises CaptureRefused for what has no place in
-    a functional graph.
+    inputs, examples, sources: one a placeholder, in order. Raises CaptureRefused for what has no
+    place in a functional graph.
     """
     graph = gm.graph
     placeholders = graph.find_nodes(op="placeholder")
@@ -174,6 +182,7 @@ def lift(
     output = graph.output_node()
     user_outputs = tuple(output.args[0])  # type: ignore[arg-type]  # fx's Argument
     output.args = ((*user_outputs, *written.values()),)
+    results = compat.plain_positions(output)
     output.meta.pop("desc", None)
     default: Phase | None = {"forward": "forward", "backward": "backward"}.get(kind)  # type: ignore[assignment]  # narrowed by kind
     if kind == "inference":
@@ -190,7 +199,7 @@ def lift(
     training = TrainingGraph(
         gm, facts, tuple(inputs), len(user_outputs), tuple(p.name for p in written)
     )
-    return Captured(kind, training, tuple(examples), updates)
+    return Captured(kind, training, tuple(examples), updates, shadow, tuple(sources), results)
 
 
 def _indices(number: int, params: Sequence[Any]) -> tuple[int, ...]:

@@ -103,6 +103,17 @@ class UpdateHandle:
         """Position of a parameter in the optimizer's flat list."""
         return self._index[id(param)]
 
+    def group_of(self, index: int) -> dict[str, Any]:
+        """The parameter group of a flat index, with its options of now."""
+        return self.optimizer.param_groups[self._group_of[index]]
+
+    def visible_step(self, index: int) -> float | None:
+        """The step count that the user sees in the optimizer's state, if there is one."""
+        state = self.optimizer.state
+        param = self.params[index]
+        step = state[param].get("step") if param in state else None
+        return None if step is None else float(step)
+
     # -- binding a plan -----------------------------------------------------------------------
 
     def buckets(
@@ -156,7 +167,7 @@ class UpdateHandle:
             case "param":
                 return param
             case "step":
-                return self._step_vector(param.device)[index]
+                return self.step_vector(param.device)[index]
             case _ if role in self.row.scalars:
                 return self._scalar((self._group_of[index], role, param.device))
             case _:
@@ -179,7 +190,8 @@ class UpdateHandle:
             self._scalars[key].fill_(value)
             self._seen[key] = value
 
-    def _step_vector(self, device: torch.device) -> Tensor:
+    def step_vector(self, device: torch.device) -> Tensor:
+        """The device's step counters, one a parameter of the optimizer."""
         if device not in self._steps:
             self._steps[device] = torch.zeros(len(self.params), device=device)
             self._steps_stale = True

@@ -16,6 +16,7 @@ from trainfuse.capture import compat
 from trainfuse.capture.lift import PHASE_KEY, Captured, CaptureRefused, input_fact, lift
 from trainfuse.capture.objects import Found, find_objects
 from trainfuse.capture.optimizers import UpdateHandle, admit_optimizer
+from trainfuse.capture.shadow import Shadow
 from trainfuse.errors import GradientsDropped
 
 Build = Callable[[Captured], Callable[[list[Any]], Sequence[Any]]]
@@ -255,30 +256,32 @@ class WholeStep:
         if any(n.target is update and n.args[2] == _LOST for n in gm.graph.nodes):
             raise GradientsDropped
         label_phases(gm.graph)
-        compile_ = functools.partial(self._lift, gm, tuple(examples))
+        shadow = Shadow(gm)
+        compile_ = functools.partial(self._lift, shadow, tuple(examples))
         self._derived = False
         try:
-            return compat.aot(gm, examples, forward=_refuse_forward, inference=compile_)
+            run = compat.aot(gm, examples, forward=_refuse_forward, inference=compile_)
         except (RuntimeError, AssertionError) as error:
             if self._derived:
                 raise
             line = str(error).strip().partition("\n")[0]
             raise CaptureRefused(f"its gradients could not be derived: {line}") from error
+        return shadow.beside(run)
 
-    def _lift(
-        self, dynamo: fx.GraphModule, examples: tuple[Any, ...], gm: fx.GraphModule, _: Any
-    ) -> Any:
+    def _lift(self, shadow: Shadow, examples: tuple[Any, ...], gm: fx.GraphModule, _: Any) -> Any:
         self._derived = True
+        dynamo = shadow.gm
         assert self.found is not None
         names = self.found.parameter_names()
         placeholders = dynamo.graph.find_nodes(op="placeholder")
-        facts, values = [], []
+        facts, values, sources = [], [], []
         for node in gm.graph.find_nodes(op="placeholder"):
             value, source = compat.origin(node, dynamo, placeholders, examples)
             static = source is None or compat.static_by_address(source)
             facts.append(input_fact(node.name, value, static, names.get(id(value))))
             values.append(value)
-        program = self._build(lift(gm, facts, values, "whole_step"))
+            sources.append(None if source is None else placeholders.index(source))
+        program = self._build(lift(gm, facts, values, "whole_step", shadow, sources))
         admitted = {id(p) for handle in self._handles for p in handle.params}
         leaves = [
             i

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -11,21 +12,26 @@ from torch import Tensor, fx
 
 from autodiff.reference import run_nodes
 from autodiff.rewrite import same_strides
+from trainfuse.log import get_logger
 from trainfuse.runtime.emit import operators
 from trainfuse.runtime.fallback import Boundary, Failure, Stage
 from trainfuse.runtime.gate import Gate, References, group_environment
 from trainfuse.runtime.launch import GroupLauncher
+from trainfuse.runtime.layout import copy_to, varied
 from trainfuse.runtime.repro import write_repro
 
 if TYPE_CHECKING:
     from trainfuse.codegen.ir import GroupKernel
     from trainfuse.fusion.plan import FusionGroup
 
+_log = get_logger("gate")
+
 
 class GroupCall:
     """Launches one group. `failed` is set once it runs as ATen; the plan then prints it so.
 
-    gate: None trusts the kernel. where: the user's source line.
+    gate: None trusts the kernel. where: the user's source line. suspected_by: a gate that compares
+    at every call, whatever passed before: kernels are shared, and a value may break only one use.
     """
 
     def __init__(
@@ -44,14 +50,15 @@ class GroupCall:
         self._trusted = False
         self._strayed: tuple[int, ...] = ()
         self.failed = False
+        self.suspected_by: Gate | None = None
 
     def __call__(self, *inputs: Tensor, out: Sequence[Tensor]) -> None:
         """Write the group's outputs into `out`, in the order of group.outputs."""
-        if self._trusted:
+        if self._trusted and self.suspected_by is None:
             self.launcher(self._laid_out(inputs) if self._strayed else inputs, out)
         else:
             self._strayed = strayed(self.group.inputs, inputs)
-            self._first(self._laid_out(inputs), out)
+            self._checked(self._laid_out(inputs), out)
 
     def _laid_out(self, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
         """The inputs in the layouts that the kernel was made for."""
@@ -67,31 +74,75 @@ class GroupCall:
             moved[place] = made.copy_(inputs[place])
         return moved
 
-    def _first(self, inputs: Sequence[Tensor], out: Sequence[Tensor]) -> None:
+    def _checked(self, inputs: Sequence[Tensor], out: Sequence[Tensor]) -> None:
         key = self.kernel.key
         if key in self._boundary.failures:
             self._run_aten(inputs, out, None)
             return
         gate = None if self._gate is None or key in self._gate.passed else self._gate
-        refs = None
-        if gate is not None:
-            env = group_environment(self.group, inputs)
-            refs = gate.references(self.group.nodes, env, self.group.outputs)
+        gate = self.suspected_by or gate
+        refs = None if gate is None else self._references(gate, inputs)
         kept = _keep_overwritten(inputs, out) if refs is not None else inputs
         stage: Stage = "launch"
         problem = self._boundary.attempt(lambda: self.launcher(inputs, out), stage)
+        shown = kept
         if problem is None and refs is not None and gate is not None:
             stage, problem = "gate", gate.compare(out, refs)
+            if problem is None and self.suspected_by is None:
+                problem, shown = self._trial(gate, kept, inputs, out)
         if problem is not None:
-            self._fail(stage, problem, kept)
+            places = {t.data_ptr(): i for i, t in enumerate(inputs)}
+            shared = {i: places[t.data_ptr()] for i, t in enumerate(out) if t.data_ptr() in places}
+            self._fail(stage, problem, shown, shared)
             self._run_aten(kept, out, refs)
             return
-        if gate is not None:
+        if gate is not None and refs is not None:
             gate.passed.add(key)
         self._trusted = True
 
-    def _fail(self, stage: Stage, problem: str, inputs: Sequence[Tensor]) -> None:
-        repro = write_repro(self._repro_folder, self.group, self.kernel, inputs, problem)
+    def _references(self, gate: Gate, inputs: Sequence[Tensor]) -> References | None:
+        group = self.group
+        refs = gate.references(group.nodes, group_environment(group, inputs), group.outputs)
+        if refs is None:
+            _log.warning("%s was not compared: no memory for its reference", group.name)
+        return refs
+
+    def _trial(
+        self, gate: Gate, kept: list[Tensor], inputs: Sequence[Tensor], out: Sequence[Tensor]
+    ) -> tuple[str | None, list[Tensor]]:
+        """What is wrong where constant inputs are none, or None; and the inputs that show it.
+
+        kept: the inputs as they were. A new network is full of zeros and ones.
+        """
+        instead = [varied(t) for t in kept]
+        if all(t is None for t in instead):
+            return None, kept
+        given = [k if v is None else v for k, v in zip(kept, instead, strict=True)]
+        written = {t.data_ptr() for t in out}
+        try:
+            refs = self._references(gate, given)
+            if refs is None:
+                return None, kept
+            read = [
+                copy_to(new, new.device) if t.data_ptr() in written else new
+                for t, new in zip(inputs, given, strict=True)
+            ]
+            places = {t.data_ptr(): new for t, new in zip(inputs, read, strict=True)}
+            made = [places.get(t.data_ptr(), torch.empty_strided(t.shape, t.stride(),
+                    dtype=t.dtype, device=t.device)) for t in out]  # fmt: skip
+            problem = self._boundary.attempt(lambda: self.launcher(read, made), "launch")
+            problem = problem or gate.compare(made, refs)
+        except torch.OutOfMemoryError:
+            return None, kept
+        return problem and f"{problem}, where constant inputs are varied", given
+
+    def _fail(
+        self, stage: Stage, problem: str, inputs: Sequence[Tensor], shared: Mapping[int, int]
+    ) -> None:
+        write = functools.partial(
+            write_repro, self._repro_folder, self.group, self.kernel, inputs, problem, shared
+        )
+        repro = self._boundary.attempt(write, stage)  # a full disk, say, must not stop the run
         self._boundary.record(
             self.kernel.key, group_failure(self.group, stage, problem, self._where, repro)
         )
@@ -104,7 +155,7 @@ class GroupCall:
             values = run_nodes(self.group.nodes, group_environment(self.group, inputs))
             results = [values[n] for n in self.group.outputs]
         else:
-            results = refs.native
+            results = refs.native  # copied from the host where they wait there
         for target, value in zip(out, results, strict=True):
             target.copy_(value)
 

@@ -14,6 +14,7 @@ from torch import Tensor, fx
 from autodiff import ops
 from autodiff.graph import TrainingGraph
 from trainfuse.capture import compat
+from trainfuse.runtime.layout import copy_to, dense
 
 _SYNCHRONISING = frozenset(
     {
@@ -213,11 +214,11 @@ class Replay:
         self._returned = [i for i in self._moving if i in mutated]
         inputs = list(args)
         for i in self._moving:
-            inputs[i] = _buffer(args[i], stream.device)
+            inputs[i] = copy_to(args[i], stream.device)
         self._buffers = {i: inputs[i] for i in self._moving}
-        self._uploads = [(i, _dense(inputs[i]), uploads[i]) for i in uploads]
+        self._uploads = [(i, dense(inputs[i]), uploads[i]) for i in uploads]
         self._moving = [i for i in self._moving if i not in uploads]
-        self._dense = [_dense(self._buffers[i]) for i in self._moving]
+        self._dense = [dense(self._buffers[i]) for i in self._moving]
         self._expanded = {i for i in self._moving if 0 in args[i].stride()}
         self._inputs = inputs
         self.addresses = self._addresses(args)
@@ -243,9 +244,9 @@ class Replay:
         """One step on the current stream."""
         # one by one: a list of mixed types falls back to that, at some cost
         for i, buffer in zip(self._moving, self._dense, strict=True):
-            buffer.copy_(_dense(args[i]) if i in self._expanded else args[i])
+            buffer.copy_(dense(args[i]) if i in self._expanded else args[i])
         for i, buffer, asynchronous in self._uploads:
-            buffer.copy_(_dense(args[i]), non_blocking=asynchronous)
+            buffer.copy_(dense(args[i]), non_blocking=asynchronous)
         self._graph.replay()
         for i in self._returned:
             args[i].copy_(self._buffers[i])
@@ -259,17 +260,3 @@ class Replay:
 
     def _addresses(self, args: Sequence[Tensor]) -> tuple[int, ...]:
         return tuple(args[i].data_ptr() for i in self._fixed)
-
-
-def _buffer(value: Tensor, device: torch.device) -> Tensor:
-    buffer = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=device)
-    _dense(buffer).copy_(_dense(value))
-    return buffer
-
-
-def _dense(value: Tensor) -> Tensor:
-    """One copy of what an expanded tensor repeats: a write must not overlap itself."""
-    for dim, (size, step) in enumerate(zip(value.shape, value.stride(), strict=True)):
-        if step == 0 and size > 1:
-            value = value.narrow(dim, 0, 1)
-    return value.detach()

@@ -66,12 +66,16 @@ class Expressions:
             self.namespace[name] = operator.attrgetter(str(node.target))(self.owner)
         return name
 
-    def call(self, node: fx.Node) -> str:
-        """A call_function node, an overload by its full name."""
+    def call(
+        self, node: fx.Node, args: Sequence[Any] | None = None, kwargs: Any | None = None
+    ) -> str:
+        """A call_function node, an overload by its full name; with other arguments if given."""
+        args = node.args if args is None else args
         if node.target is operator.getitem:
-            return f"{self.value(node.args[0])}[{self.value(node.args[1])}]"
-        parts = [self.value(a) for a in node.args]
-        parts += [f"{key}={self.value(v)}" for key, v in node.kwargs.items()]
+            return f"{self.value(args[0])}[{self.value(args[1])}]"
+        parts = [self.value(a) for a in args]
+        kwargs = node.kwargs if kwargs is None else kwargs
+        parts += [f"{key}={self.value(v)}" for key, v in kwargs.items()]
         return f"{self._callee(node.target)}({', '.join(parts)})"
 
     def _callee(self, target: Any) -> str:

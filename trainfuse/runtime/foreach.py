@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor, fx
 
 from autodiff.graph import Refusal
-from autodiff.reference import run_nodes
 from trainfuse.codegen.schedules.foreach import ForeachKernel, lower_foreach
 from trainfuse.codegen.schedules.foreach_tables import (
     all_aligned,
@@ -22,17 +22,28 @@ from trainfuse.runtime.cache import Variant
 from trainfuse.runtime.fallback import Failure, Stage
 from trainfuse.runtime.foreach_launch import ForeachLauncher
 from trainfuse.runtime.gate import Gate
+from trainfuse.runtime.repro_steps import write_update_repro
+from trainfuse.runtime.update_trial import Entry, compare_update, sample_of, update_by_aten
 
 if TYPE_CHECKING:
     from trainfuse.capture.optimizers import Bucket, StateWatch, UpdateHandle
     from trainfuse.capture.update_templates import UpdateTemplate
     from trainfuse.runtime.program import RuntimeOptions
 
-Entry = dict[str, Tensor]
-_GATED_ELEMENTS = 1 << 24
-"""Elements that the gate compares: whole parameters, small ones first, at least one."""
 _ALIGNMENT_BYTES = 16
 _log = get_logger("program")
+
+
+class Watcher(Protocol):
+    """Looks at an update, and raises for one that is wrong."""
+
+    def before(self, call: UpdateCall, grads: Sequence[Tensor]) -> None:
+        """Called before anything is written."""
+        ...
+
+    def after(self, call: UpdateCall, params: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
+        """Called when everything has been."""
+        ...
 
 
 class UpdateCall:
@@ -50,7 +61,7 @@ class UpdateCall:
         self.indices: tuple[int, ...] = ()
         self.buckets: list[BucketCall] = []
         self._watch: StateWatch | None = None
-        self.check: Callable[[Sequence[Tensor]], None] | None = None
+        self.watcher: Watcher | None = None
 
     def prepare(self, params: Sequence[Tensor]) -> list[tuple[Path, Variant]]:
         """Find the parameters' state and lower their buckets; returns what is to be compiled."""
@@ -68,14 +79,15 @@ class UpdateCall:
         return [w for bucket in self.buckets for w in bucket.wanted]
 
     def __call__(self, params: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
-        """Update parameters and state in place. `check` sees the gradients first."""
-        if self.check is not None:
-            self.check(grads)
+        """Update parameters and state in place. `watcher` sees what comes in, and what came out."""
+        if self.watcher is not None:
+            self.watcher.before(self, grads)
         if self.by_torch:
             self.handle.run_eager(self.indices, grads)
-            return
         for bucket in self.buckets:
             bucket(params, grads)
+        if self.watcher is not None:
+            self.watcher.after(self, params, grads)
 
     def adopt(self, other: UpdateCall) -> None:
         """Take over what another call of the same node has prepared."""
@@ -142,8 +154,11 @@ class BucketCall:
     def state_tensors(self) -> list[Tensor]:
         """The bucket's state and scalars, parameters excluded."""
         handle, indices = self.call.handle, self.call.indices
-        roles = [r for r in self.template.roles if r not in ("param", "grad")]
-        return [handle.tensor(indices[p], role) for p in self.positions for role in roles]
+        roles = [r for r in self.template.roles if r not in ("param", "grad", "step")]
+        found = [handle.tensor(indices[p], role) for p in self.positions for role in roles]
+        if "step" in self.template.roles:
+            found.append(handle.step_vector(handle.params[indices[self.positions[0]]].device))
+        return found
 
     # -- making the kernel --------------------------------------------------------------------
 
@@ -229,79 +244,42 @@ class BucketCall:
         assert options is not None
         assert launcher is not None
         stage: Stage = "compile"
-        wrong = options.boundary.attempt(launcher.load, stage)
+        wrong, repro = options.boundary.attempt(launcher.load, stage), ""
         gate = options.gate
         if wrong is None and gate is not None and kernel.key not in gate.passed:
             stage = "gate"
-            wrong = options.boundary.attempt(
-                lambda: self._trial(kernel, _sample(entries), gate), stage
-            )
-            if wrong is None:
+            for aged in (False, True):
+                wrong = options.boundary.attempt(lambda: self._trial(entries, aged, gate), stage)  # noqa: B023  # called at once
+                if wrong is not None:
+                    repro = self._repro(kernel, entries, aged, wrong)
+                    break
+            else:
                 gate.passed.add(kernel.key)
         if wrong is not None:
-            self._fail(kernel.key, stage, wrong)
+            self._fail(kernel.key, stage, wrong, repro)
             return
         self._trusted = True
 
-    def _trial(self, kernel: ForeachKernel, sample: list[Entry], gate: Gate) -> str | None:
+    def _trial(self, entries: list[Entry], aged: bool, gate: Gate) -> str | None:
         """What is wrong with the kernel's update of copies, or None."""
-        nodes, inputs, outputs = _parts(self.template)
-        references = [gate.references(nodes, _flat(inputs, e), outputs) for e in sample]
-        self._launcher_for(kernel, sample)(sample)
-        for entry, refs in zip(sample, references, strict=True):
-            if refs is not None:
-                ours = [
-                    entry[role].reshape(native.shape)
-                    for role, native in zip(self.template.written, refs.native, strict=True)
-                ]
-                if (wrong := gate.compare(ours, refs)) is not None:
-                    return wrong
-        return None
+        assert self._launcher is not None
+        sample = sample_of(entries, self.template.shared, aged)
+        launcher = self._launcher_for(self._launcher.kernel, sample)
+        return compare_update(self.template, sample, launcher, gate)
 
-    def _fail(self, key: str, stage: Stage, error: str) -> None:
+    def _repro(self, kernel: ForeachKernel, entries: list[Entry], aged: bool, wrong: str) -> str:
+        options = self._options
+        assert options is not None
+        sample = sample_of(entries, self.template.shared, aged)
+        write = functools.partial(write_update_repro, options.repro_folder, self.name, kernel)
+        return options.boundary.attempt(lambda: write(self.template, sample, wrong), "gate")
+
+    def _fail(self, key: str, stage: Stage, error: str, repro: str = "") -> None:
         assert self._options is not None
         self._launcher = None
         operators = type(self.call.handle.optimizer).__name__
-        self._options.boundary.record(key, Failure(self.name, stage, error, operators))
-
-
-def update_by_aten(template: UpdateTemplate, entry: Entry) -> None:
-    """Run the traced update of one parameter with ATen, in place; may be captured."""
-    nodes, inputs, outputs = _parts(template)
-    values = run_nodes(nodes, _flat(inputs, entry))
-    for role, node in zip(template.written, outputs, strict=True):
-        entry[role].copy_(values[node].view(entry[role].shape))
-
-
-def _flat(inputs: dict[str, fx.Node], entry: Entry) -> dict[fx.Node, Tensor]:
-    """The template's inputs: 1-D as it was traced, since a 0-d operand promotes otherwise."""
-    return {
-        node: entry[role].reshape(-1) if node.meta["val"].dim() else entry[role]
-        for role, node in inputs.items()
-    }
-
-
-def _parts(
-    template: UpdateTemplate,
-) -> tuple[list[fx.Node], dict[str, fx.Node], list[fx.Node]]:
-    """The template's computing nodes, its inputs by role, and its outputs."""
-    graph = template.gm.graph
-    nodes = [node for node in graph.nodes if node.op == "call_function"]
-    inputs = dict(zip(template.roles, graph.find_nodes(op="placeholder"), strict=True))
-    results: Any = graph.output_node().args[0]
-    return nodes, inputs, list(results[: len(template.written)])
-
-
-def _sample(entries: list[Entry]) -> list[Entry]:
-    """Copies of the smallest parameters up to the gate's budget, at least of one."""
-    chosen: list[Entry] = []
-    total = 0
-    for entry in sorted(entries, key=lambda e: e["param"].numel()):
-        total += entry["param"].numel()
-        if chosen and total > _GATED_ELEMENTS:
-            break
-        chosen.append({role: tensor.detach().clone() for role, tensor in entry.items()})
-    return chosen
+        failure = Failure(self.name, stage, error, operators, repro=repro)
+        self._options.boundary.record(key, failure)
 
 
 def _like(grad: Tensor, param: Tensor) -> Tensor:

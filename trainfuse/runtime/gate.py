@@ -2,40 +2,28 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, fx
 
-from autodiff.compare import luck
-from autodiff.reference import run_nodes
-from trainfuse.log import get_logger
+from autodiff.mismatch import mismatch
+from trainfuse.runtime.fallback import Boundary
+from trainfuse.runtime.reference import Widened, evaluate, natively, schedule
+from trainfuse.runtime.room import SHARE, device_of, free_bytes
 
 if TYPE_CHECKING:
     from trainfuse.fusion.plan import FusionGroup
 
-_log = get_logger("gate")
-_WRONG_FRACTION = 1e-3
-"""Share of integer or boolean elements that may differ where fp64 itself decides otherwise."""
-_EXACT = torch.float64
-_PIECE = 1 << 24
-_EPSILON = {
-    torch.float64: 1e-12,
-    torch.float32: 2e-6,
-    torch.float16: 2e-3,
-    torch.bfloat16: 1.6e-2,
-}
-"""Relative slack: a few roundings of the result's own dtype."""
-_RELATIVE_CAP = 64.0
-"""Most epsilons that one element's relative error counts: a sum that cancels may have more."""
-
 
 @dataclass(frozen=True, slots=True)
 class References:
-    """One group's outputs by ATen: in its own precision, and in fp64."""
+    """One group's outputs by ATen: in its own precision, and one higher (fp64 for fp32).
+
+    They are on the device or, where that is short of memory, on the host.
+    """
 
     native: list[Tensor]
     exact: list[Tensor]
@@ -56,14 +44,22 @@ class Gate:
     ) -> References | None:
         """ATen's results, to be had before the kernel runs: it may overwrite an input.
 
-        None when the device has no room for them.
+        Takes half of the device's free memory at most, the widest node's operands included; None
+        where that does not do.
         """
-        with torch.no_grad():
-            try:
-                return References(_run(nodes, env, outputs), _run(nodes, env, outputs, _EXACT))
-            except torch.OutOfMemoryError:
-                _log.warning("a kernel was not gated: no memory for its reference")
-                return None
+        found: list[list[Tensor]] = []
+        try:
+            for wide in (False, True):
+                free = free_bytes(device_of(env.values()))
+                budget = None if free is None else int(SHARE * free)
+                keep = None if budget is None else budget // 4
+                plan = schedule(nodes, outputs, wide=wide, budget=budget, keep=keep)
+                run = Widened(Boundary()) if wide else natively
+                values = evaluate(plan, env, run)
+                found.append([values[node] for node in outputs])
+        except torch.OutOfMemoryError:
+            return None
+        return References(*found)
 
     def compare(self, ours: Sequence[Tensor], refs: References) -> str | None:
         """What is wrong with the kernel's outputs, or None."""
@@ -77,102 +73,3 @@ class Gate:
 def group_environment(group: FusionGroup, inputs: Sequence[Tensor]) -> dict[fx.Node, Tensor]:
     """Values by node of what a group reads."""
     return dict(zip(group.inputs, inputs, strict=True))
-
-
-def _run(
-    nodes: Sequence[fx.Node],
-    env: Mapping[fx.Node, Tensor],
-    outputs: Sequence[fx.Node],
-    dtype: torch.dtype | None = None,
-) -> list[Tensor]:
-    """The outputs by ATen, in memory of their own; intermediates go after their last reader."""
-    last = {read: i for i, node in enumerate(nodes) for read in node.all_input_nodes}
-    shared = {t.untyped_storage().data_ptr() for t in env.values() if isinstance(t, Tensor)}
-    values: dict[fx.Node, Tensor] = dict(env)
-    for i, node in enumerate(nodes):
-        reads = {read: values[read] for read in node.all_input_nodes}
-        values[node] = run_nodes([node], reads, dtype=dtype)[node]
-        for read in reads:
-            if last[read] == i and read not in outputs:
-                del values[read]
-    results = [values[node] for node in outputs]
-    return [t.clone() if t.untyped_storage().data_ptr() in shared else t for t in results]
-
-
-def mismatch(ours: Tensor, native: Tensor, exact: Tensor, factor: float) -> str | None:
-    """How `ours` is worse than `factor` times eager's own error against fp64, or None.
-
-    Three norms, as each is blind to something: the largest error (spread errors), the root mean
-    square (a single wrong element), and the mean relative error (small values beside an outlier).
-    Results of few elements get room for luck. Works in pieces, so that no fp64 copy of a large
-    result is made.
-    """
-    if ours.shape != native.shape or ours.dtype != native.dtype:
-        return f"{ours.dtype} {tuple(ours.shape)} for {native.dtype} {tuple(native.shape)}"
-    if ours.numel() == 0:
-        return None
-    if ours.is_complex():
-        ours, native, exact = (torch.view_as_real(t.resolve_conj()) for t in (ours, native, exact))
-    pieces = list(zip(*(t.reshape(-1).split(_PIECE) for t in (ours, native, exact)), strict=True))
-    if not ours.dtype.is_floating_point:
-        return _wrong_elements(pieces, factor)
-    for piece in pieces:
-        if (where := _wrong_specials(*piece)) is not None:
-            return where
-    eps = _EPSILON.get(ours.dtype, 1e-1)
-    sizes = torch.stack([_finite(piece)[2].abs().sum() for piece in pieces])
-    scale = sizes.sum() / ours.numel() * eps + torch.finfo(torch.float64).tiny
-    cap = min(_RELATIVE_CAP * eps, 1.0)
-    figures = torch.stack([_figures(piece, scale, cap) for piece in pieces])
-    largest, total = figures[:, :3].amax(0).tolist(), figures[:, 3:].sum(0).tolist()
-    count = max(total[5], 1.0)
-    rms = [math.sqrt(value / count) for value in total[:3]]
-    checks = (
-        ("largest error", largest[0], largest[1], eps * largest[2]),
-        ("rms error", rms[0], rms[1], eps * rms[2]),
-        ("mean relative error", total[3] / count, total[4] / count, 4 * eps),
-    )
-    for name, got, theirs, slack in checks:
-        allowed = luck(ours.numel()) * (factor * theirs + slack)
-        if not got <= allowed:
-            return f"{name} {got:.3g}, eager's own {theirs:.3g}, allowed {allowed:.3g}"
-    return None
-
-
-def _finite(piece: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The three values in fp64, zero where one is not finite, and which elements count."""
-    o, n, r = (t.double() for t in piece)
-    finite = o.isfinite() & n.isfinite() & r.isfinite()
-    o, n, r = (torch.where(finite, t, 0.0) for t in (o, n, r))
-    return o, n, r, finite
-
-
-def _figures(piece: Sequence[Tensor], scale: Tensor, cap: float) -> Tensor:
-    """Largest error of ours and eager's, and largest value; then sums: three squares, two
-    relative errors, and the count."""
-    o, n, r, finite = _finite(piece)
-    a, b, size = (o - r).abs(), (n - r).abs(), r.abs()
-    relative = [(error / (size + scale)).clamp(max=cap).sum() for error in (a, b)]
-    squares = [x.square().sum() for x in (a, b, size)]
-    return torch.stack([a.max(), b.max(), size.max(), *squares, *relative, finite.sum().double()])
-
-
-def _wrong_specials(o: Tensor, n: Tensor, r: Tensor) -> str | None:
-    """NaN and infinity must be where fp64 or eager has them; both having one forces it."""
-    for name, test in (("NaN", torch.isnan), ("inf", torch.isposinf), ("-inf", torch.isneginf)):
-        mine, eager, exact = test(o), test(n), test(r)
-        wrong = (mine & ~eager & ~exact) | (~mine & eager & exact)
-        if bool(wrong.any()):
-            return f"{name} in {int(mine.sum())} elements, eager {int(eager.sum())}"
-    return None
-
-
-def _wrong_elements(pieces: Sequence[Sequence[Tensor]], factor: float) -> str | None:
-    wrong = eager = total = 0
-    for ours, native, exact in pieces:
-        expected = exact.to(ours.dtype)
-        wrong += int((ours != expected).sum())
-        eager += int((native != expected).sum())
-        total += ours.numel()
-    allowed = math.floor(factor * eager + _WRONG_FRACTION * total)
-    return None if wrong <= allowed else f"{wrong} elements differ, eager's own {eager}"

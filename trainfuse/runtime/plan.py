@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -24,17 +24,23 @@ from trainfuse.runtime.cuda_graph import (
 )
 from trainfuse.runtime.foreach import UpdateCall
 from trainfuse.runtime.program import Program, RuntimeOptions, build_program
-from trainfuse.runtime.snapshot import entries_restored_on_failure, restored_on_failure
-from trainfuse.runtime.step_gate import StepGate, StepMismatch
+from trainfuse.runtime.reference import bytes_of
+from trainfuse.runtime.snapshot import Snapshot, entries_restored_on_failure
 
 if TYPE_CHECKING:
     from trainfuse.capture.optimizers import UpdateHandle
     from trainfuse.codegen.ir import GroupKernel
     from trainfuse.fusion.plan import FusionPlan
+    from trainfuse.runtime.checks import Checks
 
 CudaGraphMode = Literal["auto", "require", "off"]
+Look = Callable[[Snapshot], Callable[[Sequence[Any], Sequence[Any]], None]]
 _MAX_CAPTURES = 8
 _log = get_logger("cuda_graph")
+
+
+def _look_at_nothing(_: Snapshot) -> Callable[[Sequence[Any], Sequence[Any]], None]:
+    return lambda args, outputs: None
 
 
 @dataclass(slots=True)
@@ -52,7 +58,7 @@ class Plan:
     Call 1 runs the program with every new kernel gated; should it not finish, the training state
     is what it was. Call 2 captures a CUDA graph where that is allowed, later calls replay it.
     Kernels that failed are replaced by ATen in the text. `cuda_graph` says what happened and why.
-    step_gate: compares gradients at every first call; wrong ones make the plan run as ATen.
+    checks: what is asked of calls beside the gate's check of kernels; None for nothing.
     Raises CudaGraphUnavailable when one is required and can't be had, FusionError when a kernel
     fails and fallback is off.
     """
@@ -67,9 +73,9 @@ class Plan:
         *,
         cuda_graph: CudaGraphMode = "auto",
         no_graph_because: str | None = None,
-        step_gate: StepGate | None = None,
+        checks: Checks | None = None,
     ) -> None:
-        self.tg, self.options, self._step_gate = tg, options, step_gate
+        self.tg, self.options, self.checks = tg, options, checks
         self._plan, self._kernels, self._handles = plan, kernels, handles
         self._mode = cuda_graph
         self._static = is_static(tg)
@@ -86,7 +92,7 @@ class Plan:
         self.cuda_graph = GraphState(False, reason or "not captured yet")
         self._wanted = reason is None
         if reason is not None:
-            self._no_graph(reason)
+            self.no_graph(reason)
         self.program = self._build()
 
     # -- inspection ---------------------------------------------------------------------------
@@ -109,17 +115,19 @@ class Plan:
         The list may be emptied, so that inputs that nobody else holds die at their last use.
         """
         with self._on_device():
-            if self.calls_since_check == 0:
-                outputs = self._first(args) if self._step_gate is None else self._compared(args)
-            elif self._wanted:
-                outputs = self._graphed(args)
+            if self.checks is not None:
+                outputs = self.checks(self, args)
             else:
-                outputs = self.program(args)
+                outputs = self.first(args) if self.calls_since_check == 0 else self.later(args)
         self.stats.calls += 1
         self.calls_since_check += 1
         for update in self.program.updates.values():
             update.after()
         return outputs
+
+    def later(self, args: list[Any]) -> list[Any]:
+        """A call of a plan whose kernels are gated: the CUDA graph, or the program."""
+        return self._graphed(args) if self._wanted else self.program(args)
 
     def verify_next(self) -> None:
         """Gate every kernel again at the next call, which then runs without the CUDA graph."""
@@ -127,13 +135,13 @@ class Plan:
             self.options.gate.passed -= {c.kernel.key for c in self.program.groups.values()}
             for update in self.program.updates.values():
                 self.options.gate.passed -= update.kernel_keys
-        self._drop_replay()
+        self.drop_replay()
         self.program = self._build()
         self.calls_since_check = self._captures_since_check = 0
 
     def close(self) -> None:
         """Free the CUDA graph and its memory."""
-        self._drop_replay()
+        self.drop_replay()
 
     def _why_not(self) -> str | None:
         effects = any(ops.lookup(node.target).kind == "effect" for node in self.tg.nodes())
@@ -149,15 +157,19 @@ class Plan:
             return contextlib.nullcontext()
         return torch.cuda.device(self._device)
 
-    def _first(self, args: Sequence[Any]) -> list[Any]:
-        """The first step: kernels are compiled and gated, and a failure changes nothing."""
+    def first(self, args: Sequence[Any], look: Look = _look_at_nothing) -> list[Any]:
+        """A step whose kernels are compiled and gated; a failure changes nothing.
+
+        look: called with the snapshot before the step, and its result with what the step made
+        after it; either may raise.
+        """
+        needed = 0 if self._device is None else self._needs()
         with entries_restored_on_failure(self._handles.values()):
             params = self._prepare(args)
-            written = [args[i] for i in self._mutated] + params
-            for update in self.program.updates.values():
-                written += update.state()
-            with restored_on_failure(written, params):
+            with Snapshot(self.written(args), params, needed).restored_on_failure() as saved:
+                judge = look(saved)
                 outputs = self._run_aside(args) if self._wanted else self.program(list(args))
+                judge(args, outputs)
         if self.program.failed:
             updates = self.program.updates
             self.program = self._build()
@@ -165,20 +177,35 @@ class Plan:
                 update.adopt(updates[name])
         return outputs
 
-    def _compared(self, args: Sequence[Any]) -> list[Any]:
-        """The first step with its gradients compared; if they are wrong, as captured by ATen."""
-        gate = self._step_gate
-        assert gate is not None
-        try:
-            with gate.watching(list(self.program.updates.values()), args):
-                return self._first(args)
-        except StepMismatch as wrong:
-            self.options.boundary.record(f"step-{id(self)}", wrong.failure)
-        self.tg, self._plan, self._kernels, self._step_gate = gate.tg, None, {}, None
+    def written(self, args: Sequence[Any]) -> list[Tensor]:
+        """Everything that a step writes: inputs, parameters, optimizer state."""
+        values = dict(zip(self.tg.graph.find_nodes(op="placeholder"), args, strict=True))
+        written = [args[i] for i in self._mutated]
+        for update in self.program.updates.values():
+            written += self._params_of(update, values) + update.state()
+        return written
+
+    def _needs(self) -> int:
+        """Bytes that a step takes, if nothing is fused."""
+        made = [n for n in self.tg.output_nodes if isinstance(n, fx.Node)]
+        effects = (n for n in self.tg.nodes() if ops.lookup(n.target).kind == "effect")
+        return bytes_of(self.tg.nodes(), [*made, *(g for n in effects for g in n.args[1])])  # type: ignore[union-attr]  # the gradients, by the operator's schema
+
+    def run_instead(self, tg: TrainingGraph, because: str) -> None:
+        """Run another graph, with the same inputs and results, by ATen from now on."""
+        self.tg, self._plan, self._kernels = tg, None, {}
         self.options = replace(self.options, backend="eager")
-        self._no_graph("the step's gradients were wrong: it runs as ATen")
+        self._rebuild(because)
+
+    def update_by_torch(self, because: str) -> None:
+        """Let optimizers take torch's own step from now on."""
+        self.options = replace(self.options, torch_updates=True)
+        self._rebuild(because)
+
+    def _rebuild(self, because: str) -> None:
+        self.drop_replay()
+        self.no_graph(because)
         self.program = self._build()
-        return self._first(args)
 
     def _prepare(self, args: Sequence[Any]) -> list[Tensor]:
         """Bind each update to its parameters, compile its kernels; returns all of them."""
@@ -214,7 +241,7 @@ class Plan:
     def _graphed(self, args: list[Any]) -> list[Any]:
         replay = self._replay
         if replay is None or replay.moved(args) or not self._state_holds():
-            self._drop_replay()
+            self.drop_replay()
             replay = self._capture(args)
             if replay is None:
                 return self.program(args)
@@ -230,7 +257,7 @@ class Plan:
 
     def _capture(self, args: Sequence[Any]) -> Replay | None:
         if self._captures_since_check == _MAX_CAPTURES:
-            self._no_graph("parameters or optimizer state keep moving in memory")
+            self.no_graph("parameters or optimizer state keep moving in memory")
             return None
         values = dict(zip(self.tg.graph.find_nodes(op="placeholder"), args, strict=True))
         for update in self.program.updates.values():
@@ -240,7 +267,7 @@ class Plan:
         self.stats.captures += 1
         self._captures_since_check += 1
         if isinstance(made, str):
-            self._no_graph(f"capture failed: {made}")
+            self.no_graph(f"capture failed: {made}")
             return None
         self.cuda_graph = GraphState(True, "one graph of the whole step")
         _log.info("captured the step as one CUDA graph")
@@ -253,14 +280,16 @@ class Plan:
         stream = capture_stream(self._device)
         return Replay(self.program, args, self._static, self._mutated, self._uploads, stream)
 
-    def _no_graph(self, reason: str) -> None:
+    def no_graph(self, reason: str) -> None:
+        """Never capture; raises CudaGraphUnavailable where a graph is required."""
         self._wanted = False
         self.cuda_graph = GraphState(False, reason)
         _log.info("no CUDA graph: %s", reason)
         if self._mode == "require":
             raise CudaGraphUnavailable(reason=reason)
 
-    def _drop_replay(self) -> None:
+    def drop_replay(self) -> None:
+        """Give up the CUDA graph; a later call captures another."""
         if self._replay is not None:
             self._replay.close()
             self._replay = None

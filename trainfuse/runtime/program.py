@@ -49,7 +49,7 @@ class RuntimeOptions:
     arch: "sm_90" and the like, or "interpreter". cache: where kernels live; without one there are
     none, and optimizers take torch's own step. gate: None trusts
     every kernel. boundary: what failed so far. repro_folder: None for a temporary one. fma: whether
-    kernels may round a product and a sum together.
+    kernels may round a product and a sum together. torch_updates: our update was found wrong.
     """
 
     backend: Backend
@@ -59,19 +59,20 @@ class RuntimeOptions:
     boundary: Boundary = field(default_factory=Boundary)
     repro_folder: Path | None = None
     fma: bool = True
+    torch_updates: bool = False
 
     @property
     def updates_by_torch(self) -> bool:
         """Whether optimizers take their own step: the eager reference, or no kernels to be had."""
-        return self.backend == "eager" or self.cache is None
+        return self.torch_updates or self.backend == "eager" or self.cache is None
 
 
 class Program:
     """Executable text. `source` is what runs; pdb and tracebacks show it.
 
-    groups, segments, updates: what the text calls, by name. Called with a list of inputs, which it
-    empties, so that each can be freed at its last use; returns the user's outputs. Mutated inputs
-    are written in place.
+    groups, segments, updates: what the text calls, by name; namespace: all that it refers to.
+    Called with a list of inputs, which it empties, so that each can be freed at its last use;
+    returns the user's outputs. Mutated inputs are written in place.
     """
 
     def __init__(
@@ -88,6 +89,7 @@ class Program:
         lines = source.splitlines(keepends=True)
         linecache.cache[self.filename] = (len(source), None, lines, self.filename)
         weakref.finalize(self, linecache.cache.pop, self.filename, None)
+        self.namespace = dict(namespace)
         scope = dict(namespace)
         exec(compile(source, self.filename, "exec"), scope)
         self._step: Callable[[list[Any]], list[Any]] = scope["step"]

@@ -1,4 +1,4 @@
-"""All or nothing: a first call that fails leaves the training state as it found it."""
+"""All or nothing: a checked call that fails leaves the training state as it found it."""
 
 from __future__ import annotations
 
@@ -9,45 +9,78 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from trainfuse.runtime.room import Room, device_of
+
 if TYPE_CHECKING:
     from trainfuse.capture.optimizers import UpdateHandle
 
 
-@contextmanager
-def restored_on_failure(tensors: Iterable[Tensor], params: Iterable[Tensor] = ()) -> Iterator[None]:
-    """Put values, gradients and random states back if the body does not finish.
+class Snapshot:
+    """Copies of what a step writes, its gradients and the random states; may be taken again.
 
-    tensors: everything that the body writes (parameters, buffers, optimizer state); copied before
-    it runs, to the host where the device has no room. params: tensors whose .grad is put back.
-    Covers KeyboardInterrupt.
+    tensors: everything that the step writes (parameters, buffers, optimizer state). params:
+    tensors whose .grad is put back. needed: bytes that the step will allocate beside the copies,
+    which go to the host where that leaves no room for them on the device.
     """
-    written = list({id(t): t for t in tensors}.values())
-    saved = [_copy(t) for t in written]
-    grads = [(p, p.grad) for p in params]
-    devices = sorted({t.device.index for t in written if t.device.type == "cuda"})
-    cpu_state = torch.get_rng_state()
-    cuda_states = [torch.cuda.get_rng_state(device) for device in devices]
-    finished = False
-    try:
-        yield
-        finished = True
-    finally:
-        if not finished:
-            with torch.no_grad():
-                for tensor, old in zip(written, saved, strict=True):
-                    tensor.copy_(old)
-            for param, grad in grads:
-                param.grad = grad
-            torch.set_rng_state(cpu_state)
-            for device, state in zip(devices, cuda_states, strict=True):
-                torch.cuda.set_rng_state(state, device)
+
+    def __init__(
+        self, tensors: Iterable[Tensor], params: Iterable[Tensor] = (), needed: int = 0
+    ) -> None:
+        self._written = list({id(t): t for t in tensors}.values())
+        self._params = list(params)
+        room = Room(device_of(self._written), needed)
+        self._saved = [room.copy(t) for t in self._written]
+        self._place = {id(t): i for i, t in enumerate(self._written)}
+        self._devices = sorted({t.device.index for t in self._written if t.device.type == "cuda"})
+        self._remember()
+
+    def _remember(self) -> None:
+        self._grads = [(p, p.grad) for p in self._params]
+        self._cpu_state = torch.get_rng_state()
+        self._cuda_states = [torch.cuda.get_rng_state(device) for device in self._devices]
+
+    def of(self, tensors: Iterable[Tensor]) -> bool:
+        """Whether it holds copies of just these tensors."""
+        wanted = {id(t) for t in tensors}
+        return wanted == self._place.keys()
+
+    def take(self) -> None:
+        """Copy everything again, as it is now."""
+        if self._saved:  # a region may write nothing
+            torch._foreach_copy_(self._saved, [t.detach() for t in self._written])
+        self._remember()
+
+    def old(self, tensor: Tensor) -> Tensor:
+        """What a tensor held; on its device or the host."""
+        return self._saved[self._place[id(tensor)]]
+
+    @contextmanager
+    def restored_on_failure(self) -> Iterator[Snapshot]:
+        """Put everything back if the body does not finish; covers KeyboardInterrupt."""
+        finished = False
+        try:
+            yield self
+            finished = True
+        finally:
+            if not finished:
+                self._restore()
+
+    def _restore(self) -> None:
+        with torch.no_grad():
+            for tensor, old in zip(self._written, self._saved, strict=True):
+                tensor.copy_(old)
+        for param, grad in self._grads:
+            param.grad = grad
+        torch.set_rng_state(self._cpu_state)
+        for device, state in zip(self._devices, self._cuda_states, strict=True):
+            torch.cuda.set_rng_state(state, device)
 
 
 @contextmanager
 def entries_restored_on_failure(handles: Iterable[UpdateHandle]) -> Iterator[None]:
     """Take back the optimizer state that the body created, if it does not finish.
 
-    Which entries there are, not their values: those `restored_on_failure` puts back.
+    Which entries there are, not their values: those a Snapshot puts back.
     """
     kept = [(h, {p: dict(old) for p, old in h.optimizer.state.items()}) for h in handles]
     finished = False
@@ -65,10 +98,3 @@ def entries_restored_on_failure(handles: Iterable[UpdateHandle]) -> Iterator[Non
                     else:
                         del state[param]
                 handle.mark_stale()
-
-
-def _copy(tensor: Tensor) -> Tensor:
-    try:
-        return tensor.detach().clone()
-    except torch.OutOfMemoryError:
-        return tensor.detach().cpu()

@@ -1,114 +1,153 @@
-"""verify="step": the gradients that reach an optimizer are compared with ATen's before it runs."""
+"""verify="step": all that a step makes is compared with eager and fp64 before it counts."""
 
 from __future__ import annotations
 
-import functools
 import math
-import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor
 
-from autodiff import ops
-from autodiff.compare import TensorError, judge, luck
-from autodiff.graph import TrainingGraph
-from autodiff.reference import Environment, run_nodes
+from autodiff.compare import TensorError, judge, luck, rms, rmse
+from autodiff.mismatch import wrong_integers
 from trainfuse.errors import GradientMismatch
 from trainfuse.log import get_logger
-from trainfuse.runtime.fallback import Boundary, Failure, first_line
+from trainfuse.runtime.captured import CapturedStep, Results, by_name
+from trainfuse.runtime.fallback import Failure
 from trainfuse.runtime.foreach import UpdateCall
+from trainfuse.runtime.room import Room, device_of
+from trainfuse.runtime.snapshot import Snapshot
+from trainfuse.runtime.update_check import wrong_update
 
-Run = Callable[[fx.Node, Environment], Any]
-Gradients = list[list[Tensor]]
+Part = Literal["gradient", "update", "result", "capture"]
+_SUSPICIOUS = 1e-3
+"""Share of a gradient's size by which eager may differ from fp64 before the capture is suspected;
+thirty times as much where there are halves."""
+_NOISE = 1e-6
+"""The same share of the largest gradient: one whose true value is zero is noise."""
+_CAPTURE_LEEWAY = 4.0
+"""Eager's kernels and the operators that they were taken apart into may round differently; what a
+wrong capture loses is no rounding."""
 _log = get_logger("gate")
 
 
 class StepMismatch(Exception):
-    """Stops a step before its update; the plan then starts over on ATen."""
+    """Stops a step before it counts. part: what was wrong."""
 
-    def __init__(self, failure: Failure) -> None:
+    def __init__(self, failure: Failure, part: Part) -> None:
         super().__init__(failure.error)
-        self.failure = failure
+        self.failure, self.part = failure, part
 
 
 @dataclass(frozen=True, slots=True)
-class _References:
-    """By update: its gradients by ATen, in the graph's own precision and in fp64."""
+class References:
+    """What the step makes: by eager autograd (or ATen where there is none), and in fp64."""
 
-    native: Gradients
-    exact: Gradients
+    native: Results
+    exact: Results
 
 
 class StepGate:
-    """Compares the gradients of one plan with those of the graph as it was captured.
+    """Compares one plan with the step as Dynamo saw it and with the captured graph in fp64.
 
-    tg: the captured graph, with the masks of the plan but no other pass applied: an error of a
-    pass shows like one of a kernel. factor: how much worse than eager's own error one may be.
-    strict: raise GradientMismatch instead of going on with ATen.
+    factor: how much worse than eager's own error one may be. strict: raise GradientMismatch
+    instead of going on with something else.
     """
 
-    def __init__(
-        self, tg: TrainingGraph, boundary: Boundary, *, strict: bool, factor: float = 2.0
-    ) -> None:
-        self.tg, self.strict, self.factor = tg, strict, factor
-        self._boundary = boundary
-        placeholders = tg.graph.find_nodes(op="placeholder")
-        facts = zip(placeholders, tg.inputs, strict=True)
-        self._names = {node: fact.target or fact.name for node, fact in facts}
-        self._updates = [n for n in tg.nodes() if _is_update(n)]
+    def __init__(self, captured: CapturedStep, *, strict: bool, factor: float = 2.0) -> None:
+        self.captured, self.strict, self.factor = captured, strict, factor
 
-    @contextmanager
-    def watching(self, updates: Sequence[UpdateCall], args: Sequence[Any]) -> Iterator[None]:
-        """Within the block an update whose gradients are wrong raises before it writes.
+    def references(self, args: Sequence[Any]) -> References | None:
+        """What to compare with; None, and one line, when the device has no room for it.
 
-        updates: in the program's order. args: the program's inputs, before they are written.
-        Raises StepMismatch, or GradientMismatch when strict.
+        Raises StepMismatch when the captured graph itself is wrong.
         """
-        assert len(updates) == len(self._updates), "passes neither add nor drop an update"
-        references = self._references(args)
-        if references is not None:
-            for number, update in enumerate(updates):
-                update.check = functools.partial(self._compare, references, number)
+        captured = self.captured
+        room = Room(device_of(args), captured.needs)
         try:
-            yield
-        finally:
-            for update in updates:
-                update.check = None
-
-    def _references(self, args: Sequence[Any]) -> _References | None:
-        """None when the device has no room for them."""
-        devices = {a.device.index for a in args if isinstance(a, Tensor) and a.is_cuda}
-        try:
-            with torch.no_grad(), torch.random.fork_rng(sorted(devices)):
-                native = _gradients(self.tg, args, lambda node, env: run_nodes([node], env)[node])
-            with torch.no_grad(), torch.random.fork_rng(sorted(devices)):
-                exact = _gradients(self.tg, args, _Exact(self._boundary))
+            native = self._eager(args, room)
+            exact = captured.run(args, wide=True)
+            if native is None:
+                return References(captured.run(args, wide=False), exact)
+            if self._suspicious(native, exact):
+                self._check_capture(native, captured.run(args, wide=False), exact)
         except torch.OutOfMemoryError:
-            _log.warning("the step's gradients were not compared: no memory for their reference")
+            _log.warning("the step was not compared: no memory for its reference")
             return None
-        return _References(native, exact)
+        return References(native, exact)
 
-    def _compare(self, references: _References, number: int, grads: Sequence[Tensor]) -> None:
-        params: Any = self._updates[number].args[0]
-        names = [self._names[param] for param in params]
-        native = dict(zip(names, references.native[number], strict=True))
-        exact = dict(zip(names, references.exact[number], strict=True))
+    def _eager(self, args: Sequence[Any], room: Room) -> Results | None:
+        captured = self.captured
+        seen = captured.boundary.attempt(lambda: captured.seen(args, room.copy), "step")
+        if isinstance(seen, str):
+            _log.info("eager autograd could not run Dynamo's graph: %s", seen)
+            return None
+        return seen
+
+    def _suspicious(self, eager: Results, exact: Results) -> bool:
+        """Whether eager is further from the captured graph than rounding explains at a glance."""
+        share = _SUSPICIOUS * (30 if self.captured.has_halves else 1)
+        for theirs, ours in _pairs(eager, exact):
+            if theirs.keys() != ours.keys():
+                return True
+            sizes = {name: rms(ours[name]) for name in ours}
+            scale = max(sizes.values(), default=0.0)
+            for name, size in sizes.items():
+                if not rmse(theirs[name], ours[name]) <= share * size + _NOISE * scale:
+                    return True
+        return False
+
+    def _check_capture(self, eager: Results, native: Results, exact: Results) -> None:
+        for (theirs, fp64), (_, ours) in zip(
+            _pairs(eager, exact), _pairs(eager, native), strict=True
+        ):
+            if theirs.keys() != ours.keys():
+                odd = ", ".join(sorted(theirs.keys() ^ ours.keys()))
+                self.reject(TensorError(odd, 0, math.inf, 0.0, math.inf), 1, "capture")
+            self.compare(theirs, ours, fp64, "capture")
+
+    # -- comparing ----------------------------------------------------------------------------
+
+    def check(self, references: References | None) -> StepCheck:
+        """A comparison of one call under way; without references, of its updates alone."""
+        return StepCheck(self, references)
+
+    def compare(
+        self,
+        ours: Mapping[str, Tensor],
+        native: Mapping[str, Tensor],
+        exact: Mapping[str, Tensor],
+        part: Part,
+    ) -> None:
+        """Reject what is further from fp64 than the factor allows."""
+        factor = self.factor * (_CAPTURE_LEEWAY if part == "capture" else 1.0)
+        whole = {n for n, t in native.items() if not t.is_floating_point()}
+        for name in sorted(whole):
+            if wrong_integers(ours[name], native[name], exact[name]):
+                self.reject(TensorError(name, 0, math.inf, 0.0, math.inf), 1, part)
+        names = [n for n in native if n not in whole]
         # an update may take a half gradient and cast it itself
-        ours = {n: g.to(native[n].dtype) for n, g in zip(names, grads, strict=True)}
-        errors = judge(ours, native, exact, k=self.factor)
+        mine = {n: ours[n].to(native[n].dtype) if part == "gradient" else ours[n] for n in names}
+        theirs, fp64 = ({n: values[n] for n in names} for values in (native, exact))
+        errors = judge(mine, theirs, fp64, k=factor)
         # a few elements may have been lucky in eager
-        room = {name: self.factor * luck(tensor.numel()) for name, tensor in native.items()}
+        room = {name: factor * luck(theirs[name].numel()) for name in names}
         wrong = [e for e in errors if not e.ratio <= room[e.name]]
         if wrong:
             worst = max(wrong, key=lambda e: math.inf if math.isnan(e.ratio) else e.ratio)
-            self._reject(worst, len(wrong))
-        _log.info("update %d: %d gradients as ATen's", number, len(errors))
+            self.reject(worst, len(wrong), part)
 
-    def _reject(self, worst: TensorError, count: int) -> None:
+    def reject(self, worst: TensorError, count: int, part: Part) -> None:
+        """Raise for the worst of `count` tensors."""
+        what = {
+            "gradient": f"gradient of {worst.name}",
+            "update": f"update of {worst.name}",
+            "result": worst.name,
+            "capture": f"{worst.name}, as captured",
+        }[part]
         if self.strict:
             slack = worst.ours / worst.ratio - worst.eager if math.isfinite(worst.ours) else 0.0
             raise GradientMismatch(
@@ -120,71 +159,80 @@ class StepGate:
             )
         more = f" (and {count - 1} more)" if count > 1 else ""
         error = f"error against fp64 {worst.ours:.3g}, eager's own {worst.eager:.3g}{more}"
-        raise StepMismatch(Failure("the step", "step", error, f"gradient of {worst.name}"))
+        raise StepMismatch(Failure("the step", "step", error, what), part)
 
 
-def _gradients(tg: TrainingGraph, args: Sequence[Any], run: Run) -> Gradients:
-    """The gradients of every update, in memory of their own; other values go at their last use."""
-    nodes = tg.nodes()
-    nodes = nodes[: max(i for i, node in enumerate(nodes) if _is_update(node)) + 1]
-    last = {read: i for i, node in enumerate(nodes) for read in node.all_input_nodes}
-    values: Environment = dict(zip(tg.graph.find_nodes(op="placeholder"), args, strict=True))
-    for node in tg.graph.find_nodes(op="get_attr"):
-        values[node] = operator.attrgetter(str(node.target))(tg.gm)
-    inputs = [t for t in values.values() if isinstance(t, Tensor)]
-    shared = {t.untyped_storage().data_ptr() for t in inputs}
-    found: Gradients = []
-    for i, node in enumerate(nodes):
-        if _is_update(node):
-            read: Any = node.args[1]
-            grads = [values[g] for g in read]
-            found.append(
-                [g.clone() if g.untyped_storage().data_ptr() in shared else g for g in grads]
-            )
-        else:
-            values[node] = run(node, {n: values[n] for n in node.all_input_nodes})
-        for dying in node.all_input_nodes:
-            if last[dying] == i:
-                del values[dying]
-        if node not in last:
-            values.pop(node, None)
-    return found
+@dataclass
+class StepCheck:
+    """One comparison. saved: what the step found, set before it runs."""
+
+    gate: StepGate
+    references: References | None
+    saved: Snapshot | None = None
+    _updates: list[UpdateCall] = field(default_factory=list)
+
+    @contextmanager
+    def watching(self, updates: Sequence[UpdateCall]) -> Iterator[None]:
+        """Within the block a wrong gradient stops its update, and a wrong update the step.
+
+        updates: in the program's order. Raises StepMismatch, or GradientMismatch when strict.
+        """
+        self._updates = list(updates)
+        assert len(updates) == len(self.gate.captured.updates), "passes keep every update"
+        for update in updates:
+            update.watcher = self
+        try:
+            yield
+        finally:
+            for update in updates:
+                update.watcher = None
+
+    def before(self, call: UpdateCall, grads: Sequence[Tensor]) -> None:
+        """Compare the gradients that reach an update."""
+        if self.references is None:
+            return
+        number = self._updates.index(call)
+        ours = dict(zip(self.gate.captured.params(number), grads, strict=True))
+        native, exact = self.references.native, self.references.exact
+        theirs, fp64 = native.gradients[number], exact.gradients[number]
+        self.gate.compare(ours, theirs, fp64, "gradient")
+        _log.info("update %d: %d gradients as eager's", number, len(ours))
+
+    def after(self, call: UpdateCall, params: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
+        """Compare what an update wrote with torch's own step on the same gradients."""
+        if self.saved is None or call.by_torch:
+            return
+        wrong = wrong_update(call, params, grads, self.saved.old, self.gate.factor)
+        if wrong is not None:
+            position, error = wrong
+            name = self.gate.captured.params(self._updates.index(call))[position]
+            worst = TensorError(f"{name} ({error.name})", 0, error.ours, error.eager, error.ratio)
+            self.gate.reject(worst, 1, "update")
+
+    def finish(self, args: Sequence[Any], outputs: Sequence[Any]) -> None:
+        """Compare outputs and the inputs' new values with what eager makes of them."""
+        if self.references is None:
+            return
+        made = by_name(self.gate.captured.made(args, outputs))
+        native, exact = by_name(self.references.native), by_name(self.references.exact)
+        names = [name for name in made if name in native]
+        three = (_chosen(values, names) for values in (made, native, exact))
+        self.gate.compare(*three, "result")
 
 
-class _Exact:
-    """Runs nodes in fp64, but for those that can't be, or draw random numbers by precision."""
-
-    def __init__(self, boundary: Boundary) -> None:
-        self._boundary = boundary
-        self._kept: set[str] = set()
-
-    def __call__(self, node: fx.Node, env: Environment) -> Any:
-        if node.target is operator.getitem:
-            return run_nodes([node], env)[node]
-        name = ops.op_name(node.target)
-        if name not in self._kept and not _draws(node):
-            made = self._boundary.attempt(
-                lambda: run_nodes([node], env, dtype=torch.float64)[node], "step"
-            )
-            if not isinstance(made, str):
-                return made
-            self._kept.add(name)
-            why = first_line(made, 80)
-            _log.warning("%s stays in its own precision in the fp64 reference: %s", name, why)
-        own = {n: _narrow(value, n.meta.get("val", value)) for n, value in env.items()}
-        return run_nodes([node], own)[node]
+Values = dict[str, Tensor]
 
 
-def _narrow(value: Any, like: Any) -> Any:
-    """Tensors in the element type that the graph gives them."""
-    if isinstance(value, list | tuple):
-        return [_narrow(v, m) for v, m in zip(value, like, strict=True)]
-    return value.to(like.dtype) if isinstance(value, Tensor) else value
+def _pairs(eager: Results, ours: Results) -> list[tuple[Values, Values]]:
+    """What a capture must have right: each update's gradients, and the inputs' new values.
+
+    An input that eager alone has written stays without a partner.
+    """
+    pairs = list(zip(eager.gradients, ours.gradients, strict=True))
+    names = {n for n in eager.written if n in ours.written}
+    written = {n: t for n, t in ours.written.items() if n in names}
+    return [*pairs, (eager.written, written)]
 
 
-def _draws(node: fx.Node) -> bool:
-    return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
-
-
-def _is_update(node: fx.Node) -> bool:
-    return ops.lookup(node.target).kind == "effect"
+def _chosen(values: Mapping[str, Tensor], names: Sequence[str]) -> Values:
+    return {name: values[name] for name in names}

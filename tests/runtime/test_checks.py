@@ -1,0 +1,478 @@
+"""What becomes of a call that fails a check: the update, the plan or the capture is replaced."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import trainfuse
+from tests.runtime.graphs import run_alone
+from trainfuse import pipeline
+from trainfuse.capture import optimizers, whole_step
+from trainfuse.runtime import finite, foreach
+from trainfuse.runtime.captured import CapturedStep
+from trainfuse.runtime.gate import Gate
+
+pytestmark = [  # triton 3.6 and torch 2.11 warn about themselves
+    pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),
+]
+Step = Callable[..., Any]
+
+
+@pytest.fixture(autouse=True)
+def fresh_gate(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing has passed yet, and every line may be said once more."""
+    monkeypatch.setattr(pipeline, "GATE", Gate())
+    monkeypatch.setattr("trainfuse.log._said", set())
+
+
+def make(optimizer: str = "SGD") -> tuple[nn.Module, Step]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.LayerNorm(6), nn.Linear(6, 2))
+    update = getattr(torch.optim, optimizer)(model.parameters(), lr=0.05)
+
+    def step(x: Tensor) -> Tensor:
+        update.zero_grad()
+        loss = F.softplus(model(x)).square().mean()
+        loss.backward()
+        update.step()
+        return loss.detach()
+
+    return model, step
+
+
+def batches() -> Iterator[Tensor]:
+    torch.manual_seed(1)
+    while True:
+        yield torch.randn(5, 4)
+
+
+def train(step: Step, calls: int = 3) -> list[Tensor]:
+    return [step(x) for _, x in zip(range(calls), batches(), strict=False)]
+
+
+def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
+
+
+# -- updates, captures, results -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("optimizer", ["SGD", "AdamW"])
+def test_a_wrong_update_becomes_torch_s_own_step(
+    optimizer: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    plain_model, plain = make(optimizer)
+    train(trainfuse.compile(plain, backend="triton"))
+    monkeypatch.setattr(foreach, "compare_update", lambda *_: None)  # its own check sees nothing
+    launch = foreach.ForeachLauncher.__call__
+
+    def twice(self: Any, entries: Any) -> None:
+        launch(self, entries)
+        launch(self, entries)
+
+    monkeypatch.setattr(foreach.ForeachLauncher, "__call__", twice)
+    model, step = make(optimizer)
+    compiled = trainfuse.compile(step, backend="triton", verify="step")
+    train(compiled)
+    (line,) = warnings_of(caplog)
+    assert "update of 0.weight" in line
+    (plan,) = compiled.plans
+    assert plan.plan is not None
+    assert plan.plan.program.groups, "right kernels went with the update"
+    assert all(update.by_torch for update in plan.plan.program.updates.values())
+    torch.testing.assert_close(model.state_dict(), plain_model.state_dict(), rtol=1e-4, atol=1e-5)
+
+
+def test_a_right_update_is_torch_s_own_step_to_rounding(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rates, betas and counters as the user sees them, over steps, loads and a schedule."""
+    seen: list[Any] = []
+    own = whole_step.find_objects
+    monkeypatch.setattr(whole_step, "find_objects", lambda *a: (seen.append(own(*a)), seen[-1])[1])
+    _, step = make("Adam")
+    compiled = trainfuse.compile(step, backend="triton", verify=1)
+    data = batches()
+    for i in range(5):
+        compiled(next(data))
+        (optimizer,) = seen[0].optimizers
+        optimizer.param_groups[0]["lr"] *= 0.5
+        optimizer.param_groups[0]["betas"] = (0.5 + 0.1 * i, 0.9)
+        if i == 2:
+            optimizer.load_state_dict(optimizer.state_dict())
+    assert compiled.stats()["gate"] == "pass"
+
+
+def test_a_stale_rate_is_seen_at_the_step_that_uses_it(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(optimizers.UpdateHandle, "_refresh_scalar", _once())
+    _, step = make("SGD")
+    cell = [c for c in step.__closure__ or () if isinstance(c.cell_contents, torch.optim.SGD)]
+    compiled = trainfuse.compile(step, backend="triton", verify=1)
+    train(compiled, 1)
+    assert not warnings_of(caplog)
+    cell[0].cell_contents.param_groups[0]["lr"] = 0.01
+    train(compiled, 1)
+    assert "update of 0.weight" in warnings_of(caplog)[0]
+
+
+def _once() -> Any:
+    """The numbers of the first step, for good."""
+    refresh = optimizers.UpdateHandle._refresh_scalar
+    met: set[Any] = set()
+
+    def first(self: Any, key: Any) -> None:
+        if key not in met:
+            met.add(key)
+            refresh(self, key)
+
+    return first
+
+
+def test_a_wrong_result_is_seen_though_every_gradient_is_right(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = pipeline.run_passes
+
+    def planted(graph: Any, facts: Any) -> Any:
+        state = run(graph, facts)
+        tg = state.graph
+        output = tg.graph.output_node()
+        loss, *rest = output.args[0]
+        with tg.graph.inserting_before(output):
+            scaled = tg.graph.call_function(torch.ops.aten.mul.Tensor, (loss, 1.01))
+        scaled.meta = {"val": loss.meta["val"]}
+        output.args = ((scaled, *rest),)
+        facts_of = {**tg.facts, scaled: tg.facts[loss]}
+        assert state.fusion is not None
+        order = (*state.fusion.order, scaled)
+        fusion = replace(state.fusion, order=order)
+        return replace(state, graph=tg.replace(facts=facts_of), fusion=fusion)
+
+    expected = train(trainfuse.compile(make()[1], backend="triton"))
+    monkeypatch.setattr(pipeline, "run_passes", planted)
+    losses = train(trainfuse.compile(make()[1], backend="triton", verify="step"))
+    assert "output 0" in warnings_of(caplog)[0]
+    torch.testing.assert_close(losses, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_the_repro_of_an_update_runs_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    lower = foreach.lower_foreach
+
+    def planted(*args: Any, **kwargs: Any) -> Any:
+        kernel = lower(*args, **kwargs)
+        source = kernel.source.replace("s8 = 1.0 - s7", "s8 = 1.0 - s7 * 0.9")
+        assert source != kernel.source
+        return replace(kernel, source=source, key="planted")
+
+    monkeypatch.setattr(foreach, "lower_foreach", planted)
+    compiled = trainfuse.compile(make("Adam")[1], backend="triton")
+    train(compiled, 1)
+    done = run_alone(_repro_of(compiled), tmp_path)
+    assert done.returncode == 1, done.stderr
+    assert re.search(r"param of tensor 0.*error", done.stdout)
+    assert re.search(r"exp_avg_sq of tensor 0.*right", done.stdout)
+
+
+@pytest.mark.parametrize("backend", ["triton", "inductor", "eager"])
+def test_the_repro_of_a_step_runs_alone(
+    backend: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A pass that scales a gradient, in a step with dropout, statistics and a constant."""
+    planted = [*pipeline.PASSES]
+    planted.insert(3, ("planted", _scaled_gradient, "scales a gradient"))
+    monkeypatch.setattr(pipeline, "PASSES", tuple(planted))
+    torch.manual_seed(0)
+    weights = torch.tensor([1.0, 2.0, 0.5])
+    model = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Dropout(0.3), nn.Linear(6, 3))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        loss = F.cross_entropy(F.gelu(model(x)), y, weights)
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    compiled = trainfuse.compile(step, backend=backend, verify="step")
+    compiled(torch.randn(7, 4), torch.randint(3, (7,)))
+    script = _repro_of(compiled)
+    done = run_alone(script, tmp_path)
+    assert done.returncode == 1, done.stderr
+    lines = dict(line.split(":", 1) for line in done.stdout.splitlines() if ":" in line)
+    assert "error" in lines["gradient of 0.weight"]
+    wrong = {name for name, text in lines.items() if "right" not in text}
+    assert wrong == {"gradient of 0.weight"}, done.stdout
+
+
+def _repro_of(compiled: trainfuse.CompiledStep) -> str:
+    (plan,) = compiled.plans
+    assert plan.plan is not None
+    (failure,) = plan.plan.failures.values()
+    assert failure.repro.endswith(".py"), failure.repro
+    return failure.repro
+
+
+def _scaled_gradient(state: Any) -> Any:
+    graph, _ = state.graph.copy()
+    (update,) = (n for n in graph.nodes() if n.target is torch.ops.trainfuse.update.default)
+    params, grads, number = update.args
+    with graph.graph.inserting_before(update):
+        scaled = graph.graph.call_function(torch.ops.aten.mul.Tensor, (grads[0], 1.01))
+    scaled.meta = {"val": grads[0].meta["val"]}
+    update.args = (params, [scaled, *grads[1:]], number)
+    facts = {**graph.facts, scaled: graph.facts[grads[0]]}
+    return replace(state, graph=graph.replace(facts=facts))
+
+
+@pytest.mark.parametrize("backend", ["triton", "eager"])
+def test_a_wrong_capture_gives_way_to_eager_autograd(
+    backend: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    plain_model, plain = make()
+    expected = train(plain)
+    lift = whole_step.lift
+
+    def wrong(*args: Any) -> Any:
+        captured = lift(*args)
+        tg = captured.graph
+        node = next(n for n in tg.nodes("backward") if n.target is torch.ops.aten.sum.dim_IntList)
+        with tg.graph.inserting_after(node):
+            halved = tg.graph.call_function(torch.ops.aten.mul.Tensor, (node, 0.5))
+        halved.meta = {"val": node.meta["val"]}
+        node.replace_all_uses_with(halved, delete_user_cb=lambda user: user is not halved)
+        return replace(captured, graph=tg.replace(facts={**tg.facts, halved: tg.facts[node]}))
+
+    monkeypatch.setattr(whole_step, "lift", wrong)
+    model, step = make()
+    compiled = trainfuse.compile(step, backend=backend, verify="step")
+    losses = train(compiled)
+    (line,) = warnings_of(caplog)
+    assert "as captured" in line
+    assert compiled.stats()["gate"] != "pass"
+    torch.testing.assert_close(losses, expected, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(model.state_dict(), plain_model.state_dict(), rtol=1e-5, atol=1e-6)
+    assert "no graph" not in compiled.explain().cuda_graph
+
+
+def test_a_region_is_compared_too(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A module compiled in place has no update to watch: its results are its gradients."""
+    lower = pipeline.lower
+
+    def planted(group: Any, *rest: Any) -> Any:
+        kernel = lower(group, *rest)
+        if group.phase != "backward" or not hasattr(kernel, "source"):
+            return kernel
+        source = kernel.source.replace("tl.store(", "_planted(") + (
+            "\n\n@triton.jit\ndef _planted(at, value, mask=None):\n"
+            "    tl.store(at, value * 1.05, mask=mask)\n"
+        )
+        return replace(kernel, source=source, key=f"{kernel.key}-planted")
+
+    def gradients(**options: Any) -> list[Tensor | None]:
+        model, _ = make()
+        trainfuse.compile(model, backend="triton", **options)
+        for x in (torch.ones(5, 4), torch.full((5, 4), 0.3)):
+            model(x).exp().sum().backward()
+        return [p.grad for p in model.parameters()]
+
+    expected = gradients(verify="step")
+    assert not warnings_of(caplog)
+    monkeypatch.setattr(pipeline, "lower", planted)
+    monkeypatch.setattr(Gate, "compare", lambda *_: None)
+    found = gradients(verify="step")
+    assert len(warnings_of(caplog)) == 1
+    assert "output" in warnings_of(caplog)[0]
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
+
+
+# -- no NaN of ours -----------------------------------------------------------------------------
+
+
+def overflowing(monkeypatch: pytest.MonkeyPatch, above: float) -> None:
+    """A backward kernel that makes a NaN of what it stores where that is large."""
+    lower = pipeline.lower
+
+    def planted(group: Any, *rest: Any) -> Any:
+        kernel = lower(group, *rest)
+        if group.phase != "backward" or not hasattr(kernel, "source"):
+            return kernel
+        source = kernel.source.replace("tl.store(", "_planted(") + (
+            "\n\n@triton.jit\ndef _planted(at, value, mask=None):\n"
+            f'    value = tl.where(tl.abs(value) > {above}, float("nan"), value)\n'
+            "    tl.store(at, value, mask=mask)\n"
+        )
+        return replace(kernel, source=source, key=f"{kernel.key}-overflows")
+
+    monkeypatch.setattr(pipeline, "lower", planted)
+
+
+def growing() -> Iterator[Tensor]:
+    """Inputs of the first steps are small, later ones large."""
+    for scale in (0.01, 0.01, 0.01, 50.0, 0.5, 0.5):
+        yield scale * torch.ones(5, 4)
+
+
+def test_a_nan_of_ours_is_traced_to_its_kernel_and_the_step_done_right(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    plain_model, plain = make()
+    expected = [plain(x) for x in growing()]
+    overflowing(monkeypatch, 0.9)
+    model, step = make()
+    compiled = trainfuse.compile(step, backend="triton", nan_check=True)
+    losses = [compiled(x) for x in growing()]
+    (line,) = warnings_of(caplog)
+    assert line.startswith("backward_")
+    assert "NaN in" in line
+    torch.testing.assert_close(losses, expected, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(model.state_dict(), plain_model.state_dict(), rtol=1e-4, atol=1e-5)
+
+
+def test_a_nan_in_a_region_s_backward_is_traced_too(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def gradients(model: nn.Module) -> list[Any]:
+        found = []
+        for x in growing():
+            model.zero_grad()
+            model(x).exp().sum().backward()
+            found.append([p.grad for p in model.parameters()])
+        return found
+
+    expected = gradients(make()[0])
+    overflowing(monkeypatch, 3.0)
+    found = gradients(trainfuse.compile(make()[0], backend="triton", nan_check=True))
+    (line,) = warnings_of(caplog)
+    assert line.startswith("backward_")
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("verify", ["off", "kernels", "step"])
+def test_the_user_s_own_nan_is_said_once_and_kept(
+    verify: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    weight = nn.Parameter(torch.tensor([0.5, 2.0]))
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+
+    def step(x: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        loss = (weight * x).log().sum()
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    compiled = trainfuse.compile(step, backend="triton", verify=verify, nan_check=True)
+    assert compiled(torch.ones(2)).isfinite()
+    for _ in range(3):
+        assert compiled(-torch.ones(2)).isnan()
+    (line,) = [text for text in warnings_of(caplog) if "not finite" in text]
+    assert "in eager neither" in line
+    assert "aten.log.default at test_checks.py:" in line
+    assert compiled.stats()["gate"] == "pass"
+
+
+def test_a_nan_that_no_kernel_makes_sends_the_step_to_aten(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A pass that divides by zero: every kernel is right."""
+    plain_model, plain = make()
+    expected = train(plain)
+
+    def wrong(state: Any) -> Any:
+        graph, _ = state.graph.copy()
+        (update,) = (n for n in graph.nodes() if n.target is torch.ops.trainfuse.update.default)
+        params, grads, number = update.args
+        with graph.graph.inserting_before(update):
+            made = graph.graph.call_function(torch.ops.aten.div.Tensor, (grads[0], 0.0))
+        made.meta = {"val": grads[0].meta["val"]}
+        update.args = (params, [made, *grads[1:]], number)
+        return replace(
+            state, graph=graph.replace(facts={**graph.facts, made: graph.facts[grads[0]]})
+        )
+
+    planted = [*pipeline.PASSES]
+    planted.insert(3, ("planted", wrong, "divides by zero"))
+    monkeypatch.setattr(pipeline, "PASSES", tuple(planted))
+    model, step = make()
+    compiled = trainfuse.compile(step, backend="triton")
+    losses = train(compiled)
+    (line,) = warnings_of(caplog)
+    assert "the step (loss or gradient)" in line
+    torch.testing.assert_close(losses, expected, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(model.state_dict(), plain_model.state_dict(), rtol=1e-4, atol=1e-5)
+
+
+def test_without_being_asked_the_loss_is_looked_at_now_and_then(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """No wait at each step; a loss that turned NaN is traced from the state of that call."""
+    monkeypatch.setattr(finite, "EVERY", 4)
+    looked: list[int] = []
+    own = finite.all_finite
+    monkeypatch.setattr(
+        "trainfuse.runtime.checks.all_finite", lambda t: (looked.append(1), own(t))[1]
+    )
+    lower = pipeline.lower
+
+    def planted(group: Any, *rest: Any) -> Any:
+        kernel = lower(group, *rest)
+        if group.phase != "forward" or not hasattr(kernel, "source"):
+            return kernel
+        source = kernel.source.replace("tl.store(out0, ", "_planted(out0, ") + (
+            "\n\n@triton.jit\ndef _planted(at, value):\n"
+            '    tl.store(at, tl.where(value > 9.0, float("nan"), value))\n'
+        )
+        return replace(kernel, source=source, key=f"{kernel.key}-overflows")
+
+    monkeypatch.setattr(pipeline, "lower", planted)
+    weight = nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.SGD([weight], lr=1e-3)
+
+    def step(x: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        loss = (weight * x).square().sum()
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    compiled = trainfuse.compile(step, backend="triton")
+    losses = [compiled(torch.full((3,), x)) for x in (1.0, 1.0, *[4.0] * 8)]
+    assert len(looked) == 2, "the first call, and the one after a NaN was seen"
+    found = [bool(loss.isfinite()) for loss in losses]
+    assert found == [True, True, False, False, False, *[True] * 5]
+    (line,) = warnings_of(caplog)
+    assert line.startswith("forward_")
+
+
+def test_sums_that_overflow_are_no_infinity() -> None:
+    large = torch.full((100,), 3e38)
+    assert finite.all_finite([large, torch.ones(2)])
+    assert not finite.all_finite([torch.ones(2), torch.tensor([1.0, float("inf")])])
+    assert not finite.all_finite([torch.tensor(float("nan"))])
+    assert finite.all_finite([torch.tensor(3), torch.ones(0)])
+
+
+def test_a_step_whose_reference_does_not_fit_runs_uncompared(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def full(*_: Any, **__: Any) -> Any:
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(CapturedStep, "run", full)
+    compiled = trainfuse.compile(make()[1], backend="triton", verify="step")
+    train(compiled)
+    assert "no memory" in caplog.text
+    assert compiled.stats()["gate"] == "pass"

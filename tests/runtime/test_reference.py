@@ -1,0 +1,219 @@
+"""The reference's memory: known before it runs, bounded by a budget, and the same values."""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, fx
+from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from autodiff.graph import TrainingGraph
+from tests.runtime.graphs import trace
+from trainfuse.runtime import reference, room
+from trainfuse.runtime.fallback import Boundary
+from trainfuse.runtime.reference import Widened, evaluate, natively, schedule
+
+DEPTH, ROWS, WIDTH = 12, 64, 48
+
+
+class Live(TorchDispatchMode):
+    """Bytes of the tensors that operators made and that are still alive, and their peak."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.peak = 0
+        self._users: Counter[int] = Counter()
+        self.counting = True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if self.counting:
+            inputs = {_place(t) for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
+            for tensor in tree_leaves(result):
+                if isinstance(tensor, Tensor):
+                    self._add(tensor, inputs)
+        return result
+
+    def _add(self, tensor: Tensor, inputs: set[int]) -> None:
+        place, size = _place(tensor), tensor.untyped_storage().nbytes()
+        if place not in self._users:
+            if place in inputs:
+                return  # a view of what came from outside
+            self.now += size
+            self.peak = max(self.peak, self.now)
+        self._users[place] += 1
+        weakref.finalize(tensor, self._drop, place, size)
+
+    def _drop(self, place: int, size: int) -> None:
+        self._users[place] -= 1
+        if not self._users[place]:
+            del self._users[place]
+            self.now -= size
+
+
+def _place(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+@pytest.fixture
+def live(monkeypatch: pytest.MonkeyPatch) -> Live:
+    """Counts what is on the device, which here is whatever was not sent to the host."""
+    counter = Live()
+
+    def to_host(tensor: Tensor) -> Tensor:
+        counter.counting = False
+        try:
+            return tensor.detach().clone()
+        finally:
+            counter.counting = True
+
+    monkeypatch.setattr(reference, "to_host", to_host)
+    monkeypatch.setattr(reference, "to_device", lambda tensor, device: tensor.clone())
+    return counter
+
+
+def network(dtype: torch.dtype = torch.float32) -> tuple[TrainingGraph, list[Tensor]]:
+    """Gradients of a deep network: every layer's activations wait for the backward."""
+    args = [torch.randn(ROWS, WIDTH, dtype=dtype)]
+    args += [torch.randn(WIDTH, WIDTH, dtype=dtype) / WIDTH**0.5 for _ in range(DEPTH)]
+
+    def gradients(x: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
+        leaves = [w.detach().requires_grad_() for w in weights]
+        for w in leaves:
+            x = functional.layer_norm(torch.tanh(x @ w) + x, (WIDTH,))
+        parts = torch.split(x, WIDTH // 2, 1)
+        return torch.autograd.grad((parts[0] * parts[1].exp()).sum(), leaves)
+
+    return trace(gradients, args), args
+
+
+def run(tg: TrainingGraph, args: Sequence[Tensor], plan: reference.Schedule) -> list[Tensor]:
+    given: dict[fx.Node, Any] = dict(zip(tg.graph.find_nodes(op="placeholder"), args, strict=True))
+    values = evaluate(plan, given, Widened(Boundary()) if plan.wide else natively)
+    return [values[node] for node in tg.output_nodes]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("wide", [False, True])
+@pytest.mark.parametrize("share", [None, 0.5, 0.15])
+def test_bytes_are_known_before_and_stay_within_the_budget(
+    wide: bool, share: float | None, dtype: torch.dtype, live: Live
+) -> None:
+    tg, args = network(dtype)
+    free = schedule(tg.nodes(), tg.output_nodes, wide=wide)
+    budget = None if share is None else int(share * free.peak_bytes)
+    plan = schedule(tg.nodes(), tg.output_nodes, wide=wide, budget=budget, keep=budget)
+    with live:
+        values = run(tg, args, plan)
+    # what an operator takes inside of itself is not known: at most its own operands again
+    inner = 4 * ROWS * WIDTH * 8
+    assert live.peak <= plan.peak_bytes + inner
+    assert live.peak >= 0.6 * plan.peak_bytes, "the figure says more than it takes"
+    if budget is not None:
+        assert plan.peak_bytes <= budget
+        assert live.now <= budget + inner
+        assert any(verb == "spill" for verb, _ in plan.actions)
+    expected = run(tg, args, free)
+    torch.testing.assert_close(values, expected, rtol=0, atol=0)
+
+
+def test_a_reference_twice_as_wide_takes_twice_the_bytes() -> None:
+    """fp64 beside fp32, fp32 beside halves: never four times."""
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        tg, _ = network(dtype)
+        narrow, wide = (
+            schedule(tg.nodes(), tg.output_nodes, wide=w).peak_bytes for w in (False, True)
+        )
+        assert narrow < wide <= 2.6 * narrow, dtype
+
+
+def test_the_value_read_last_waits_on_the_host() -> None:
+    tg, _ = network()
+    peak = schedule(tg.nodes(), tg.output_nodes, wide=False).peak_bytes
+    plan = schedule(tg.nodes(), tg.output_nodes, wide=False, budget=peak // 2)
+    order = {node: i for i, node in enumerate(tg.nodes())}
+    first = next(node for verb, node in plan.actions if verb == "spill")
+    assert order[first] < 0.1 * len(order), "activations of the first layers are read last"
+
+
+def test_values_by_another_precision_agree_and_views_are_made_when_read() -> None:
+    def odd(x: Tensor, y: Tensor) -> list[Tensor]:
+        a, b = torch.split(x * 2, 4, 0)
+        mean = torch.var_mean(a, 1)[1]
+        return [(b.t() @ y).t(), x[1:3], mean, torch.cat([a, b]).view(2, -1), x.long().argmax()]
+
+    args = [torch.randn(8, 6), torch.randn(4, 6)]
+    tg = trace(odd, args)
+    for wide in (False, True):
+        for budget in (None, 1):
+            plan = schedule(tg.nodes(), tg.output_nodes, wide=wide, budget=budget)
+            values = run(tg, args, plan)
+            for value, expected in zip(values, odd(*args), strict=True):
+                torch.testing.assert_close(value, expected, check_dtype=not wide)
+            assert values[1].untyped_storage().data_ptr() != args[0].untyped_storage().data_ptr()
+
+
+@pytest.mark.parametrize(
+    ("dtype", "product", "sum_"),
+    [
+        (torch.float32, torch.float64, torch.float64),
+        (torch.bfloat16, torch.bfloat16, torch.float32),
+    ],
+)
+def test_each_operator_s_precision(
+    dtype: torch.dtype, product: torch.dtype, sum_: torch.dtype
+) -> None:
+    args = [torch.randn(4, 4, dtype=dtype), torch.randn(4, 4, dtype=dtype)]
+    tg = trace(lambda x, y: (x @ y, (x + y).sum()), args)
+    seen: dict[str, torch.dtype] = {}
+    run_one = Widened(Boundary())
+
+    def watched(node: fx.Node, env: dict[fx.Node, Any]) -> Any:
+        made = run_one(node, env)
+        seen[str(node.target)] = made.dtype
+        return made
+
+    plan = schedule(tg.nodes(), tg.output_nodes, wide=True)
+    evaluate(plan, dict(zip(tg.graph.find_nodes(op="placeholder"), args, strict=True)), watched)
+    assert seen["aten.mm.default"] is product
+    assert seen["aten.sum.default"] is sum_
+
+
+@contextlib.contextmanager
+def _free(monkeypatch: pytest.MonkeyPatch, free: int | None) -> Iterator[None]:
+    with monkeypatch.context() as patch:
+        patch.setattr(room, "free_bytes", lambda device: free)
+        yield
+
+
+def test_copies_go_to_the_host_when_there_is_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: list[int] = []
+
+    def to_host(tensor: Tensor) -> Tensor:
+        sent.append(tensor.numel())
+        return tensor.clone()
+
+    monkeypatch.setattr(room, "to_host", to_host)
+    tensors = [torch.randn(n) for n in (100, 50, 10)]
+
+    def copies(free: int | None, needed: int = 0) -> list[Tensor]:
+        with _free(monkeypatch, free):
+            place = room.Room(torch.device("cpu"), needed)
+            return [place.copy(t) for t in tensors]
+
+    copies(None)
+    assert sent == []
+    made = copies(2 * 4 * 120)  # half of it, in fp32
+    assert sent == [50]
+    torch.testing.assert_close(made, tensors, rtol=0, atol=0)
+    sent.clear()
+    copies(2 * 4 * 120, needed=2 * 4 * 120)  # all of it is needed by something else
+    assert sent == [100, 50, 10]

@@ -1,0 +1,62 @@
+"""The first loss or gradient that is not finite: seen without waiting, or at once where asked."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+EVERY = 32
+"""Calls from one look at the loss to the next, where nobody asked for one at every call."""
+
+
+class NotFinite(Exception):
+    """A checked call made a NaN or infinity; nothing has changed."""
+
+
+def losses(outputs: Iterable[Any]) -> list[Tensor]:
+    """The outputs that a loss could be: floating, of one element."""
+    return [
+        o for o in outputs if isinstance(o, Tensor) and o.is_floating_point() and o.numel() == 1
+    ]
+
+
+def all_finite(tensors: Iterable[Tensor]) -> bool:
+    """Whether every element of every floating tensor is finite; waits for the device once."""
+    found = [t.detach() for t in tensors if t.is_floating_point() and t.numel()]
+    for device in {t.device for t in found}:
+        here = [t for t in found if t.device == device]
+        sums = torch.stack([n.double() for n in torch._foreach_norm(here, 1)])
+        # a sum of huge numbers may overflow by itself: only then is each element looked at
+        if not bool(sums.isfinite().all()) and not all(bool(t.isfinite().all()) for t in here):
+            return False
+    return True
+
+
+class Watch:
+    """Looks at the loss of every so many calls; the answer comes when the device has it."""
+
+    def __init__(self) -> None:
+        self._calls = 0
+        self._flag: Tensor | None = None
+        self._ready: torch.cuda.Event | None = None
+
+    def see(self, outputs: Sequence[Any]) -> bool:
+        """Take note of one call's outputs; True once a loss was found that is not finite."""
+        self._calls += 1
+        if self._flag is not None:
+            if self._ready is not None and not self._ready.query():
+                return False
+            finite, self._flag = bool(self._flag), None
+            return not finite
+        if self._calls % EVERY == 0 and (seen := losses(outputs)):
+            finite = torch.stack([o.detach().isfinite().all() for o in seen]).all()
+            if finite.device.type != "cuda":
+                return not bool(finite)
+            self._flag = torch.empty((), dtype=torch.bool, pin_memory=True)
+            self._flag.copy_(finite, non_blocking=True)
+            self._ready = torch.cuda.Event()
+            self._ready.record()
+        return False

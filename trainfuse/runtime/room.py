@@ -1,0 +1,65 @@
+"""How much of a device's memory a check may take, beside what the training holds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+SHARE = 0.5
+"""Of what is free: allocations of other sizes must find a place beside a check's."""
+
+
+def free_bytes(device: torch.device) -> int | None:
+    """What may still be allocated there, the allocator's idle blocks included; None on a host."""
+    if device.type != "cuda":
+        return None
+    free, total = torch.cuda.mem_get_info(device)
+    held = torch.cuda.memory_allocated(device)
+    cached = torch.cuda.memory_reserved(device) - held
+    allowed = int(total * torch.cuda.get_per_process_memory_fraction(device)) - held
+    return max(min(free + cached, allowed), 0)
+
+
+class Room:
+    """Bytes of a device that copies may take; what goes beyond them is kept on the host.
+
+    needed: bytes that something else is about to allocate there, and that must stay free.
+    """
+
+    def __init__(self, device: torch.device, needed: int = 0) -> None:
+        free = free_bytes(device)
+        self.left = None if free is None else int(SHARE * max(free - needed, 0))
+
+    def copy(self, tensor: Tensor) -> Tensor:
+        """A copy of a tensor, on its device while there is room."""
+        tensor = tensor.detach()
+        if self.left is None:
+            return tensor.clone()
+        size = tensor.numel() * tensor.element_size()
+        if size <= self.left:
+            try:
+                copied = tensor.clone()
+            except torch.OutOfMemoryError:
+                self.left = 0
+            else:
+                self.left -= size
+                return copied
+        return to_host(tensor)
+
+
+def to_host(tensor: Tensor) -> Tensor:
+    """A copy in the host's memory."""
+    return tensor.detach().to("cpu", copy=True)
+
+
+def to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """A value that waits on the host, back on its device."""
+    return tensor.to(device)
+
+
+def device_of(values: Iterable[object]) -> torch.device:
+    """The GPU that some tensors are on, or the host."""
+    found = (v.device for v in values if isinstance(v, Tensor) and v.device.type == "cuda")
+    return next(found, torch.device("cpu"))
