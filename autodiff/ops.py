@@ -114,7 +114,7 @@ _HEAVY = """
 max_pool2d_with_indices max_pool2d_with_indices_backward avg_pool2d avg_pool2d_backward
 _adaptive_avg_pool2d _adaptive_avg_pool2d_backward upsample_nearest2d
 upsample_nearest2d_backward upsample_bilinear2d upsample_bilinear2d_backward cumsum sort topk
-argmax argmin any any.dim all all.dim max.dim min.dim linalg_vector_norm prod
+sort.stable argmax argmin any any.dim all all.dim max.dim min.dim linalg_vector_norm prod
 """
 
 
@@ -148,6 +148,7 @@ def _build() -> dict[str, OpRow]:
     put(_REDUCTIONS, "reduction", "moderate")
     put(_CONTRACTIONS, "contraction", "expensive", "float")
     put(_GATHERS, "gather", "moderate")
+    put("rev", "gather", "moderate", namespace="prims")
     put(_SCATTERS, "scatter", "moderate")
     put(_NORMS, "norm", "moderate", "float")
     put(_SOFTMAXES, "softmax", "moderate", "float")
@@ -159,6 +160,8 @@ def _build() -> dict[str, OpRow]:
     put("seed", "rng", "never", namespace="trainfuse")
     put("keep_mask", "rng", "cheap", namespace="trainfuse")
     put("update", "effect", "never", namespace="trainfuse")
+    put("row_keys", "pointwise", "cheap", "integer", namespace="trainfuse")
+    put("segment_sum", "scatter", "moderate", "float", namespace="trainfuse")
     rows["getitem"] = OpRow("getitem", "view", "free", "any", True)
     rows["symbolic"] = OpRow("symbolic", "creation", "free", "integer")
     return rows

@@ -16,6 +16,20 @@ def hinted(size: int | torch.SymInt) -> int:
     """A size; a symbolic one by its hint, one that the data decides as 1."""
     return size if isinstance(size, int) else int(size.node.hint or 1)
 
+_LOOKUPS = frozenset(
+    {
+        "aten.embedding.default",
+        "aten.index_select.default",
+        "aten.index.Tensor",
+        "aten.gather.default",
+        "aten.constant_pad_nd.default",
+        "aten.roll.default",
+        "aten.flip.default",
+        "aten.repeat.default",
+        "prims.rev.default",
+    }
+)
+
 
 def num_bytes(node: fx.Node) -> int:
     """Bytes of a tensor node's elements, its sizes as `hinted` has them."""
@@ -34,7 +48,7 @@ def is_fusible(node: fx.Node) -> bool:
     return (
         row.kind in ("pointwise", "reduction", "creation", "norm", "softmax")
         or row.name == "trainfuse.keep_mask.default"
-        or picks_one(node)
+        or row.name in _LOOKUPS
     )
 
 
@@ -44,6 +58,16 @@ def picks_one(node: fx.Node) -> bool:
         return False
     shape, dim = node.meta["val"].shape, node.args[1]
     return len(shape) > 1 and isinstance(dim, int) and known_equal(shape[dim], 1)
+
+
+def is_lookup(node: fx.Node) -> bool:
+    """Whether a node reads a tensor at computed places: a kernel could, but of memory only."""
+    return ops.lookup(node.target).name in _LOOKUPS and not picks_one(node)
+
+
+def takes_registers(node: fx.Node) -> bool:
+    """Whether a kernel that computes a node's operands could hold the node, too."""
+    return is_fusible(node) and not is_lookup(node)
 
 
 def readers_of(node: fx.Node) -> list[fx.Node]:

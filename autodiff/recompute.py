@@ -15,7 +15,14 @@ from . import ops
 from .duplication import duplicate
 from .graph import TrainingGraph
 from .mincut import INFINITE, FlowNetwork
-from .reads import fixed_readers, is_fusible, is_view, num_bytes, readers_of
+from .reads import (
+    fixed_readers,
+    is_fusible,
+    is_view,
+    num_bytes,
+    readers_of,
+    takes_registers,
+)
 
 # Costs are in units of a sixteenth of a byte moved, so that cheap arithmetic has a price.
 _BYTE = 16
@@ -200,7 +207,7 @@ class _Problem:
                     continue
                 through = is_view(user) or user.target is operator.getitem
                 last = max(last, last_read[user] if through else position[user])
-                passes = through or is_fusible(user)
+                passes = through or takes_registers(user)
                 first = min(first, boundary[user] if passes else position[user])
             boundary[node], last_read[node] = first, last
         return {node for node in self.forward if last_read[node] > boundary[node]}
@@ -263,7 +270,7 @@ class _Problem:
             or node in self.written
             or node in self.lasting
             or any(
-                user in self.members and not is_fusible(user)
+                user in self.members and not takes_registers(user)
                 for user in readers_of(node)
                 if user.op == "call_function"
             )
@@ -310,7 +317,7 @@ class _Problem:
                 return INFINITE
             cost += size * effort.lasting
         if any(
-            user not in self.members and user.op == "call_function" and not is_fusible(user)
+            user not in self.members and user.op == "call_function" and not takes_registers(user)
             for user in readers_of(node)
         ):
             cost += size * effort.materialize

@@ -44,6 +44,7 @@ from trainfuse.fusion.plan import FusionOptions, FusionPlan
 from trainfuse.fusion.rewrites.early_gradients import gradients_in_forward
 from trainfuse.fusion.rewrites.row_statistics import recompute_from_statistics
 from trainfuse.fusion.rewrites.row_sums import simplify_sums
+from trainfuse.fusion.rewrites.scatter_sums import sum_sorted_segments
 from trainfuse.fusion.rewrites.update_casts import fold_update_casts
 from trainfuse.fusion.rewrites.weight_casts import batch_weight_casts
 from trainfuse.runtime.cache import KernelCache, shared_cache
@@ -124,6 +125,14 @@ def _statistics(state: State) -> State:
     facts = state.facts
     wanted = facts.backend == "triton" and facts.kind == "whole_step" and facts.settings.recompute
     return replace(state, graph=recompute_from_statistics(state.graph)) if wanted else state
+
+
+def _scatters(state: State) -> State:
+    # only our own kernels sum by sorted keys
+    if state.facts.backend != "triton":
+        return state
+    graph, refusals = sum_sorted_segments(state.graph, state.facts.settings.skip_ops)
+    return replace(state, graph=graph, refusals=(*state.refusals, *refusals))
 
 
 def _fold(state: State) -> State:
@@ -229,6 +238,7 @@ PASSES: tuple[tuple[str, Callable[[State], State], str], ...] = (
     ("tidy", _graph_pass(tidy), "the same of what decomposition left"),
     ("row sums", _sums, "sums along rows in closed form where there is one"),
     ("row statistics", _statistics, "log-probabilities are recomputed from saved row statistics"),
+    ("scatters", _scatters, "scatter-adds of rows become sums of sorted segments"),
     ("update casts", _fold, "the update reads half gradients itself"),
     ("weight casts", _casts, "casts that no kernel of ours can take in are made together"),
     ("ranges", _graph_pass(part_ranges), "each reader has its own: a kernel reads it by one map"),

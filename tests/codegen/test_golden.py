@@ -14,6 +14,7 @@ from torch._decomp import get_decompositions
 from torch._subclasses import FakeTensorMode
 
 import autodiff.rng  # noqa: F401 -- registers trainfuse.keep_mask
+import trainfuse.fusion.segment_ops  # noqa: F401 -- registers trainfuse.segment_sum
 from trainfuse.codegen.targets import H200
 
 aten = torch.ops.aten
@@ -39,8 +40,20 @@ def gelu_backward(g: Tensor, x: Tensor) -> Any:
     return slope, slope.sum(0)
 
 
+def norm(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
+    return F.layer_norm(x, (x.shape[-1],), w, b)
+
+
+def embedding_positions(ids: Tensor, table: Tensor, positions: Tensor) -> Tensor:
+    where = torch.arange(ids.shape[-1])
+    return F.embedding(ids, table) + F.embedding(where, positions)
+
+
 ROWS = (16384, 4096)
-CASES: dict[str, tuple[Callable[..., Any], list[tuple[int, ...]]]] = {
+IDS, ORDER = ((16, 1024), torch.int64), ((16384,), torch.int64)
+KEYS = ((16384,), torch.int16)
+Shape = tuple[int, ...]
+CASES: dict[str, tuple[Callable[..., Any], list[Shape | tuple[Shape, torch.dtype]]]] = {
     "bias_gelu": (lambda x, b: F.gelu(x + b), [ROWS, (4096,)]),
     "transpose_add": (lambda x, y: x.t() + y, [ROWS, (4096, 16384)]),
     "softmax": (lambda x: F.softmax(x, -1), [(32, 12, 512, 512)]),
@@ -53,23 +66,34 @@ CASES: dict[str, tuple[Callable[..., Any], list[tuple[int, ...]]]] = {
     ),
     "gelu_backward_bias": (gelu_backward, [ROWS, ROWS]),
     "loss": (lambda a, b: (a - b).square().mean(), [ROWS, ROWS]),
+    "embedding_positions": (embedding_positions, [IDS, (50304, 768), (1024, 768)]),
+    "embedding_positions_norm": (
+        lambda *args: norm(embedding_positions(*args[:3]), *args[3:]),
+        [IDS, (50304, 768), (1024, 768), (768,), (768,)],
+    ),
+    "embedding_backward": (
+        lambda s, k, o, w: torch.ops.trainfuse.segment_sum(s, k, o, 50304, -1) + w,
+        [(16384, 768), KEYS, ORDER, (50304, 768)],
+    ),
+    "pad_roll": (
+        lambda x: torch.roll(x, 1, 0) + F.pad(x, (-1, 1)),
+        [(4096, 1024)],
+    ),
 }
 
 
-def fakes(shapes: list[tuple[int, ...]]) -> list[Tensor]:
-    """bf16 tensors, but for seeds [1] and row statistics [R, 1]."""
+def fakes(shapes: list[Any]) -> list[Tensor]:
+    """bf16 tensors, but for seeds [1], row statistics [R, 1], and where a type is given."""
     with FakeTensorMode():
-        return [
-            torch.empty(
-                shape,
-                dtype=torch.int64
-                if shape == (1,)
-                else torch.float32
-                if shape[-1] == 1
-                else torch.bfloat16,
-            )
-            for shape in shapes
-        ]
+        return [torch.empty(shape, dtype=dtype) for shape, dtype in map(typed, shapes)]
+
+
+def typed(shape: Any) -> tuple[Shape, torch.dtype]:
+    if isinstance(shape[0], tuple):
+        return shape
+    if shape == (1,):
+        return shape, torch.int64
+    return shape, torch.float32 if shape[-1] == 1 else torch.bfloat16
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -12,7 +12,7 @@ import torch
 from torch import fx
 
 from autodiff.ops import lookup, op_name
-from trainfuse.codegen import sources
+from trainfuse.codegen import lookups, sources
 from trainfuse.codegen.ir import ArgRef, Define, Load, Map, Statement, Store
 from trainfuse.codegen.scalars import (
     HALF,
@@ -54,7 +54,8 @@ class Builder:
     """Statements of one kernel under construction.
 
     segmented: the tile axis that has several segments; values along it have a name for each.
-    suffix: of new names, where values are emitted a second time at other places of the tile.
+    suffix: of new names, where values are emitted a second time at other places of the tile, along
+    the axis `moved`.
     """
 
     def __init__(self, group: Group, tile: Sequence[TileAxis], segmented: str) -> None:
@@ -62,7 +63,7 @@ class Builder:
         self.domain = group.domain
         self.members = set(group.nodes)
         self.tile = {axis.name: axis for axis in tile}
-        self.segmented = segmented
+        self.segmented = self.moved = segmented
         self.rank = sum(axis.position is not None for axis in tile)
         self.scopes = [Scope(frozenset())]
         self.args: dict[ArgRef, None] = {}
@@ -71,6 +72,7 @@ class Builder:
         self.suffix = ""
         self.sizes: dict[int, str] = {}
         self.inputs = {node: index for index, node in enumerate(group.inputs)}
+        self.wide = wide(group)
 
     # Scopes.
 
@@ -121,14 +123,16 @@ class Builder:
     ) -> tuple[list[str], int]:
         """Names for a new value, and its depth."""
         count = self.segments(deps)
-        base = self.name_of(node) + (self.suffix if self.segmented in deps else "")
+        base = self.name_of(node) + (self.suffix if self.moved in deps else "")
         names = [base] if count == 1 else [f"{base}_{index}" for index in range(count)]
         return names, self.depth_of(deps, operands)
 
     def forget(self, axis: str) -> dict[fx.Node, Value | tuple[Value, ...]]:
         """Take out what the current scope holds along a tile axis: to be emitted anew."""
         values = self.scopes[-1].values
-        gone = {node: v for node, v in values.items() if isinstance(v, Value) and axis in v.deps}
+        gone: dict[fx.Node, Value | tuple[Value, ...]] = {
+            node: v for node, v in values.items() if isinstance(v, Value) and axis in v.deps
+        }
         for node in gone:
             del values[node]
         return gone
@@ -161,6 +165,8 @@ class Builder:
             return self.value(node.args[0])  # type: ignore[arg-type]  # a view's source
         if kind == "pointwise":
             return self.map(node)
+        if node in self.domain.indirect:
+            return lookups.load(self, node)
         if kind == "creation":
             return sources.create(self, node)
         if op_name(node.target) == "trainfuse.keep_mask.default":
@@ -186,6 +192,13 @@ class Builder:
         if not isinstance(found, tuple):
             raise Unsupported(node, "this kernel does not have its value")
         return found[node.args[1]]  # type: ignore[index]  # getitem's index
+
+    def zero(self, node: fx.Node) -> Value:
+        """Zero, in place of a node's value."""
+        dtype = compute_dtype(node.meta["val"].dtype)
+        names, depth = self.define(node, frozenset(), ())
+        self.note(names[0], f"tl.full([], 0, {TRITON_TYPE[dtype]})", op_name(node.target))
+        return self.put(node, Value(tuple(names), frozenset(), depth, dtype))
 
     def load(self, node: fx.Node) -> Value:
         """An external value, cast to its compute type."""

@@ -19,6 +19,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from trainfuse.codegen.compiling import assertions
 from trainfuse.codegen.cubin import resources
 from trainfuse.codegen.ir import PREFIX, GroupKernel
 from trainfuse.codegen.targets import Target
@@ -82,7 +83,11 @@ def compile_only(
         compiled = triton.compile(
             source,
             target=GPUTarget("cuda", target.capability, 32),
-            options={"num_warps": launch.num_warps, "num_stages": launch.num_stages},
+            options={
+                "num_warps": launch.num_warps,
+                "num_stages": launch.num_stages,
+                **assertions(kernel.source),
+            },
         )
         found.append(_usage(launch.function, compiled))
     return found

@@ -111,7 +111,15 @@ class Loop:
     note: str = ""
 
 
-Statement = Constant | Define | Load | Map | Reduce | Random | Store | Barrier | Loop
+@dataclass(frozen=True, slots=True)
+class Check:
+    """Stops the program where the condition doesn't hold."""
+
+    condition: str
+    message: str
+
+
+Statement = Constant | Check | Define | Load | Map | Reduce | Random | Store | Barrier | Loop
 
 
 @dataclass(frozen=True, slots=True)

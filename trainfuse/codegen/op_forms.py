@@ -8,8 +8,9 @@ import torch
 from torch import fx
 
 from trainfuse.codegen.op_text import Args, Unsupported
-from trainfuse.codegen.scalars import literal, round_to
-from trainfuse.fusion.domains import argument
+from trainfuse.codegen.scalars import TRITON_TYPE, literal, round_to
+from trainfuse.fusion.arguments import argument
+from trainfuse.fusion.segment_ops import key_bias
 
 
 def scaled(args: Args, name: str) -> str:
@@ -120,6 +121,16 @@ def nan_to_num(args: Args) -> str:
     x = args["self"]
     inner = f'tl.where({x} == float("inf"), {top}, tl.where({x} == float("-inf"), {bottom}, {x}))'
     return f"tl.where({x} != {x}, {nan}, {inner})"
+
+
+def row_keys(args: Args) -> str:
+    """trainfuse.row_keys: narrow keys, biased so that two signed bytes hold 65535 rows."""
+    base = 0 if args.number("base") is None else args["base"]
+    numbers = (args.number("rows"), args.number("total"), args.number("wrap"))
+    key = f"lib.row_key({args['index']}, {base}, {', '.join(map(repr, numbers))})"
+    dtype = args.node.meta["val"].dtype
+    bias = key_bias(dtype)
+    return f"({key}{f' - {bias}' if bias else ''}).to({TRITON_TYPE[dtype]})"
 
 
 def gelu(args: Args) -> str:

@@ -11,7 +11,7 @@ import torch
 from torch import fx
 
 from trainfuse.codegen.scalars import TRITON_TYPE, cast, compute_dtype, literal
-from trainfuse.fusion.domains import argument
+from trainfuse.fusion.arguments import argument
 
 Read = Callable[[fx.Node], str]
 

@@ -22,7 +22,8 @@ from trainfuse.codegen.scalars import (
 )
 from trainfuse.codegen.tile import Segment, TileAxis
 from trainfuse.codegen.triton_ops import Unsupported
-from trainfuse.fusion.domains import Domain, argument
+from trainfuse.fusion.arguments import argument
+from trainfuse.fusion.domains import Domain
 
 Op = Literal["sum", "mean", "max", "min", "var", "var_mean", "pick"]
 # One row a reduction.

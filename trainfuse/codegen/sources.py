@@ -13,7 +13,7 @@ from trainfuse.codegen.op_text import Unsupported
 from trainfuse.codegen.scalars import TRITON_TYPE, compute_dtype, literal
 from trainfuse.codegen.scope import Value
 from trainfuse.codegen.tile import axis_strides, row_major, run_terms
-from trainfuse.fusion.domains import argument
+from trainfuse.fusion.arguments import argument
 
 if TYPE_CHECKING:
     from trainfuse.codegen.builder import Builder

@@ -9,6 +9,8 @@ from torch import Tensor, fx
 from autodiff import ops
 from trainfuse.codegen import reductions, triton_ops
 from trainfuse.codegen.scalars import TRITON_TYPE
+from trainfuse.fusion import indirect
+from trainfuse.fusion.segment_ops import SEGMENT_SUM
 
 
 def unsupported(node: fx.Node) -> str | None:
@@ -24,8 +26,9 @@ def unsupported(node: fx.Node) -> str | None:
     base = row.name.rpartition(".")[0]
     known = (
         row.kind == "view"
-        or row.name == "trainfuse.keep_mask.default"
+        or row.name in ("trainfuse.keep_mask.default", SEGMENT_SUM)
         or base in reductions.OPS
+        or node.target in indirect.TARGETS
         or triton_ops.supported(node.target)
     )
     if not known:

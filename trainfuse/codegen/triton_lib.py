@@ -197,6 +197,13 @@ def xlogy(x, y):
 
 
 @triton.jit
+def row_key(index, base, ROWS: tl.constexpr, TOTAL: tl.constexpr, WRAP: tl.constexpr):
+    """Row index + base of a scatter's result; TOTAL where the index is outside 0 .. ROWS-1."""
+    row = tl.where(index < 0, index + ROWS, index) if WRAP else index
+    return tl.where((row >= 0) & (row < ROWS), row + base, TOTAL)
+
+
+@triton.jit
 def merge_moments(count, mean, m2, axis: tl.constexpr, keep_dims: tl.constexpr):
     """Merge (count, mean, sum of squared deviations) along an axis; empty entries are allowed.
 

@@ -66,6 +66,7 @@ OPS: dict[str, Row] = {
     **_libdevice(*"asin acos atan asinh acosh atanh erf erfc sqrt rsqrt".split()),
     "prims.convert_element_type": Row(forms.convert("a")),
     "prims.fma": Row("{a} * {b} + {c}"),
+    "trainfuse.row_keys": Row(forms.row_keys, "promote"),
     **_overloads(
         {
             "add.Tensor|Scalar": Row(forms.add),

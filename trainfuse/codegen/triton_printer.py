@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator
 
 from trainfuse.codegen.ir import (
     Barrier,
+    Check,
     Constant,
     Define,
     Kernel,
@@ -67,6 +68,8 @@ def _simple(statement: Statement, indent: str) -> str:
             guard = _mask(mask) + (f", other={other}" if mask and other else "")
             text = f"{name} = tl.load({_pointer(arg_name(arg), offset)}{guard})"
             text += f".to({cast})" if cast else ""
+        case Check(condition, message):
+            text, note = f'tl.device_assert({condition}, "{message}")', ""
         case Store(arg, offset, value, mask, note):
             text = f"tl.store({_pointer(arg_name(arg), offset)}, {value}{_mask(mask)})"
         case (

@@ -14,6 +14,7 @@ from autodiff.recompute import RecomputeReport
 from autodiff.slicing import Slices
 from trainfuse.codegen.ir import GroupKernel
 from trainfuse.debug.explain import GroupRow, NodeRow, SubgraphRow
+from trainfuse.fusion.cost import group_cost
 from trainfuse.fusion.plan import FusionGroup, FusionPlan
 
 
@@ -56,7 +57,7 @@ def _group(
         phase=group.phase,
         nodes=tuple(_node(tg, node) for node in group.nodes),
         schedule=group.domain.kind,
-        bytes=num_bytes((*group.inputs, *group.outputs)),
+        bytes=group_cost(group).effective_bytes,
         kernel=None if kernel is None else kernel.key,
     )
 

@@ -14,8 +14,11 @@ from trainfuse.fusion.domains import infer
 from trainfuse.fusion.flow import Flow, is_view, sources
 from trainfuse.fusion.plan import FusionGroup, FusionOptions, FusionPlan
 from trainfuse.fusion.schedule import topological
+from trainfuse.fusion.segment_ops import ROW_KEYS, SEGMENT_SUM
 
 KEEP_MASK = "trainfuse.keep_mask.default"
+# One of these alone is worth a kernel: ATen has none for it.
+OURS = frozenset({KEEP_MASK, ROW_KEYS, SEGMENT_SUM})
 Item = FusionGroup | fx.Node
 
 
@@ -136,8 +139,8 @@ class _Assembly:
         nodes, inputs = self.flow.close(alive, self.free)
         operations = [node for node in alive if node.target is not operator.getitem]
         tg, last = self.flow.tg, nodes[-1]
-        drawn = any(ops.op_name(node.target) == KEEP_MASK for node in operations)
-        if len(operations) < 2 and not drawn and not self.options.single_node:
+        ours = any(ops.op_name(node.target) in OURS for node in operations)
+        if len(operations) < 2 and not ours and not self.options.single_node:
             return tg.refuse("fusion", operations[0], "alone: it is one kernel in ATen, too")
         domain = infer(nodes)
         if isinstance(domain, Refusal):

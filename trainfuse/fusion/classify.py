@@ -11,7 +11,7 @@ from torch import fx
 from autodiff.ops import op_name
 from trainfuse.fusion.axes import Misfit
 
-DomainKind = Literal["pointwise", "row", "column", "row_column", "full"]
+DomainKind = Literal["pointwise", "row", "column", "row_column", "full", "segment"]
 Axes = frozenset[int]
 Side = Literal["cols", "rows", "both"]
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from trainfuse.fusion.flow import is_creation, is_view, value_bytes
+from trainfuse.fusion.flow import is_creation, is_view, looked_up, value_bytes
 from trainfuse.fusion.plan import FusionGroup
 
 
@@ -31,13 +31,19 @@ class GroupCost:
 
 
 def group_cost(group: FusionGroup) -> GroupCost:
-    """Bytes of a group; views cost nothing, an expanded input is read once."""
+    """Bytes of a group; views cost nothing, an expanded input is read once.
+
+    Of a tensor that is only indexed, such as an embedding's table, what the indices can touch.
+    """
+    partly = looked_up(group.nodes)
     separate = 0
     for node in group.nodes:
         if not _is_free(node):
-            separate += value_bytes(node) + sum(value_bytes(n) for n in node.all_input_nodes)
+            own = looked_up((node,))
+            reads = sum(own.get(n, value_bytes(n)) for n in node.all_input_nodes)
+            separate += value_bytes(node) + reads
     return GroupCost(
-        read_bytes=sum(value_bytes(node) for node in group.inputs),
+        read_bytes=sum(partly.get(node, value_bytes(node)) for node in group.inputs),
         written_bytes=sum(value_bytes(node) for node in group.outputs),
         aten_bytes=separate,
     )

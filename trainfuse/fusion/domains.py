@@ -9,18 +9,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cache
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import fx
 
 from autodiff.graph import Refusal
-from autodiff.ops import lookup
+from autodiff.ops import lookup, op_name
 from autodiff.rewrite import known_equal
+from trainfuse.fusion import indirect
+from trainfuse.fusion.arguments import argument
 from trainfuse.fusion.axes import Axis, DimMap, Misfit, fresh_dims, leaves, regroup, unify
 from trainfuse.fusion.classify import DomainKind, classify
+from trainfuse.fusion.segment_ops import SEGMENT_SUM
 
 aten = torch.ops.aten
 # Views that keep the row-major order of elements: a reshape to the output's shape.
@@ -39,6 +41,7 @@ RESHAPES = frozenset(
         aten.unflatten.int,
     }
 )
+_ELEMENTWISE = frozenset({"pointwise", "view", "creation"})
 # Reductions whose first argument alone decides the map; every other reduction is refused.
 REDUCTIONS = frozenset(
     {
@@ -74,7 +77,9 @@ class Domain:
     outermost first; () for a dim of one element.
     reduced: the axes that each reduction node sums over.
     rows, cols: ordered partition of the axes, outermost first. Row reductions reduce cols, column
-    reductions reduce rows.
+    reductions reduce rows. Of sums by key: the axes of the table's two dims.
+    indirect: for each node that reads at computed places, the axes along each dim of what it reads;
+    () where an index decides.
     """
 
     sizes: tuple[int, ...]
@@ -83,29 +88,11 @@ class Domain:
     rows: tuple[int, ...]
     cols: tuple[int, ...]
     kind: DomainKind
+    indirect: Mapping[fx.Node, tuple[tuple[int, ...], ...]] = field(default_factory=dict)
 
     def extent(self, axes: Iterable[int]) -> int:
         """Number of elements that a set of axes spans."""
         return math.prod(self.sizes[axis] for axis in axes)
-
-
-@cache
-def _positions(target: Any) -> dict[str, tuple[int, Any]]:
-    """Position and default of every schema argument of an op, by name."""
-    return {
-        arg.name: (index, arg.default_value if arg.has_default_value() else None)
-        for index, arg in enumerate(target._schema.arguments)
-    }
-
-
-def argument(node: fx.Node, name: str) -> Any:
-    """A node's argument by schema name, or its default; None when the op has no such argument."""
-    index, default = _positions(node.target).get(name, (None, None))
-    if name in node.kwargs:
-        return node.kwargs[name]
-    if index is not None and index < len(node.args):
-        return node.args[index]
-    return default
 
 
 def shape_of(node: fx.Node) -> tuple[int, ...]:
@@ -145,6 +132,8 @@ class _Inference:
         self.members = set(nodes)
         self.dims: dict[fx.Node, DimMap] = {}
         self.reduced_dims: dict[fx.Node, tuple[Axis, ...]] = {}
+        self.indirect_dims: dict[fx.Node, DimMap] = {}
+        self.table: fx.Node | None = None
         for node in nodes:
             self.dims[node] = self.visit(node)
 
@@ -172,17 +161,22 @@ class _Inference:
             return self.reduction(node)
         if kind in ("creation", "rng"):
             return self.creation(node)
-        if target is aten.gather.default:
-            return self.gather(node)
+        if target in indirect.TARGETS:
+            return self.lookup(node)
+        if op_name(target) == SEGMENT_SUM:
+            return self.segments(node)
         raise Misfit(node, f"{kind} operations are not fused")
 
     def pointwise(self, node: fx.Node) -> DimMap:
+        operands = [self.read(operand) for operand in node.all_input_nodes]
+        return self.together(node, operands, len(shape_of(node)) - 1)
+
+    def together(self, node: fx.Node, operands: Iterable[DimMap], last: int) -> DimMap:
+        """Dims of a node whose operands walk together, their last dims at its dim `last`."""
         shape = shape_of(node)
         dims: list[tuple[Axis, ...] | None] = [None if size > 1 else () for size in shape]
-        for operand in node.all_input_nodes:
-            walk = self.read(operand)
-            offset = len(dims) - len(walk)
-            for index, axes in enumerate(walk, offset):
+        for walk in operands:
+            for index, axes in enumerate(walk, last + 1 - len(walk)):
                 if axes:
                     known = dims[index]
                     if known is None:
@@ -241,6 +235,33 @@ class _Inference:
             return tuple(() if dim in chosen else axes for dim, axes in enumerate(walk))
         return tuple(axes for dim, axes in enumerate(walk) if dim not in chosen)
 
+    def lookup(self, node: fx.Node) -> DimMap:
+        """A read of a tensor in memory: only its indices, if any, walk with the result."""
+        found = indirect.parse(node)
+        if isinstance(found, str):
+            raise Misfit(node, found)
+        if found.source in self.members:
+            if node.target is aten.gather.default:
+                return self.gather(node)
+            raise Misfit(node, "what it reads from is computed in the same kernel")
+        shape_of(found.source)
+        dims = self.together(node, [self.read(index) for index in found.indices], found.last)
+        self.indirect_dims[node] = tuple(() if dim is None else dims[dim] for dim in found.walk)
+        return dims
+
+    def segments(self, node: fx.Node) -> DimMap:
+        """Sums of rows by key: a table, whose rows programs know by the keys that they read."""
+        if not self.members.isdisjoint(node.all_input_nodes):
+            raise Misfit(node, "what it sums is computed in the same kernel")
+        if self.table is not None:
+            raise Misfit(node, "two sums by key are two kernels")
+        for operand in node.all_input_nodes:
+            shape_of(operand)
+        self.table = node
+        dims = fresh_dims(shape_of(node))
+        self.indirect_dims[node] = ((), dims[1])
+        return dims
+
     def gather(self, node: fx.Node) -> DimMap:
         """One element of each row: a reduction that selects where the column is the index."""
         source, dim, index = node.args[:3]
@@ -272,10 +293,8 @@ class _Inference:
             raise Misfit(self.nodes[-1], "its values share no single iteration space")
         order = _memory_order(covers, resolved)
         number = {axis: index for index, axis in enumerate(order)}
-        axes = {
-            node: tuple(tuple(number[axis] for axis in dim) for dim in dims)
-            for node, dims in resolved.items()
-        }
+        axes = _numbered(resolved, number)
+        walked = _numbered(_leaves(self.indirect_dims), number)
         for node, dims in axes.items():
             flat = [axis for dim in dims for axis in dim]
             if len(set(flat)) != len(flat):
@@ -287,10 +306,22 @@ class _Inference:
         sizes = tuple(axis.size for axis in order)
         own = {node: frozenset(axis for dim in dims for axis in dim) for node, dims in axes.items()}
         rows, cols, kind = classify(self.nodes, sizes, own, reduced)
-        return Domain(sizes, axes, reduced, rows, cols, kind)
+        if self.table is not None:
+            rows, cols = axes[self.table]
+            kind = self.segment_kind(self.table, len(rows) + len(cols) == len(sizes))
+        return Domain(sizes, axes, reduced, rows, cols, kind, walked)
+
+    def segment_kind(self, table: fx.Node, spans: bool) -> DomainKind:
+        """Beside the sums there may be what is done with each element of them."""
+        for node in self.nodes:
+            if node is not table and lookup(node.target).kind not in _ELEMENTWISE:
+                raise Misfit(node, "it isn't elementwise, beside sums by key")
+        if not spans:
+            raise Misfit(table, "what is done with its sums has more elements")
+        return "segment"
 
     def resolve(self) -> dict[fx.Node, DimMap]:
-        return {node: tuple(tuple(leaves(dim)) for dim in dims) for node, dims in self.dims.items()}
+        return _leaves(self.dims)
 
     def unify_shapes(self, resolved: Mapping[fx.Node, DimMap]) -> bool:
         """Join parts that have the largest value's shape but not its axes, as siblings do."""
@@ -303,6 +334,19 @@ class _Inference:
                 if not joined:
                     return False
         return joined
+
+
+def _leaves(dims: Mapping[fx.Node, DimMap]) -> dict[fx.Node, DimMap]:
+    return {node: tuple(tuple(leaves(dim)) for dim in walk) for node, walk in dims.items()}
+
+
+def _numbered(
+    dims: Mapping[fx.Node, DimMap], number: Mapping[Axis, int]
+) -> dict[fx.Node, tuple[tuple[int, ...], ...]]:
+    return {
+        node: tuple(tuple(number[axis] for axis in dim) for dim in walk)
+        for node, walk in dims.items()
+    }
 
 
 def _spans(dims: DimMap, everything: set[Axis]) -> bool:

@@ -11,6 +11,7 @@ from torch import fx
 from autodiff import ops
 from autodiff.graph import TrainingGraph
 from autodiff.reads import hinted
+from trainfuse.fusion.indirect import source_of
 
 
 def is_view(node: fx.Node) -> bool:
@@ -61,6 +62,20 @@ def value_bytes(node: fx.Node) -> int:
                 count *= hinted(size) if hinted(stride) else 1
             total += count
     return total
+
+
+def looked_up(nodes: Iterable[fx.Node]) -> dict[fx.Node, int]:
+    """Tensors that some nodes read only at computed places, and the bytes that this touches."""
+    touched: dict[fx.Node, int] = {}
+    whole: set[fx.Node] = set()
+    for node in nodes:
+        source = source_of(node)
+        if source is not None:
+            value = node.meta["val"]
+            moved = value.numel() * source.meta["val"].dtype.itemsize
+            touched[source] = min(touched.get(source, 0) + moved, value_bytes(source))
+        whole.update(other for other in node.all_input_nodes if other is not source)
+    return {source: moved for source, moved in touched.items() if source not in whole}
 
 
 class Flow:

@@ -21,9 +21,10 @@ from autodiff.graph import Refusal, TrainingGraph
 from trainfuse.fusion.assemble import Unit, assemble
 from trainfuse.fusion.borrowing import Units, borrow
 from trainfuse.fusion.domains import Domain, infer
-from trainfuse.fusion.flow import Flow, is_creation, value_bytes
+from trainfuse.fusion.flow import Flow, is_creation, looked_up, root, value_bytes
 from trainfuse.fusion.plan import FusionOptions, FusionPlan
 from trainfuse.fusion.reach import Reach
+from trainfuse.fusion.segment_ops import ROW_KEYS, SEGMENT_SUM
 
 Supports = Callable[[fx.Node], str | None]
 
@@ -109,7 +110,8 @@ class _Grouping:
         # then may a kernel make a small value again in each of its elements.
         self.strict = False
         for index, node in enumerate(self.flow.compute):
-            if ops.lookup(node.target).kind not in _FUSIBLE_KINDS:
+            name = ops.op_name(node.target)
+            if ops.lookup(node.target).kind not in _FUSIBLE_KINDS and name != SEGMENT_SUM:
                 continue
             reason = self.barred(node, owner, supports)
             if reason is None:
@@ -130,7 +132,8 @@ class _Grouping:
         for name in (ops.op_name(node.target), str(origin)):
             if not self.options.skip_ops.isdisjoint({name, name.rpartition(".")[0]}):
                 return "the operator is skipped"
-        if owner is not None and node not in owner and self.tg.phase(node) != "update":
+        sliced = owner is None or node in owner or self.tg.phase(node) == "update"
+        if not sliced and ops.op_name(node.target) not in (ROW_KEYS, SEGMENT_SUM):
             return "slicing left it outside every differentiable subgraph"
         reason = supports(node)
         if reason is not None:
@@ -169,6 +172,10 @@ class _Grouping:
             for source in self.flow.reads[member]
             if source not in own and source not in self.free
         }
+
+    def whole_reads(self, unit: int) -> set[fx.Node]:
+        """Those of the reads that aren't only indexed: two lookups needn't touch the same rows."""
+        return self.reads(unit) - {root(node) for node in looked_up(self.members[unit])}
 
     def join(self, first: int, second: int) -> int:
         """Make one unit of two."""
@@ -278,7 +285,8 @@ class _Grouping:
         stored = self.stored(one | other) if passed else set()
         for value in passed:
             saved += value_bytes(value) * (1 if value in stored else 2)
-        return saved + sum(value_bytes(value) for value in read_by_one & read_by_other)
+        shared = self.whole_reads(first) & self.whole_reads(second)
+        return saved + sum(map(value_bytes, shared))
 
     def producers(self, unit: int) -> set[int]:
         """Units of the same phase that a unit reads from."""
@@ -297,7 +305,7 @@ class _Grouping:
         """Units of the same phase, not too far away, that share a read worth saving."""
         found: set[int] = set()
         spot = self.flow.position[self.members[unit][0]]
-        for value in self.reads(unit):
+        for value in self.whole_reads(unit):
             if value_bytes(value) < 64:
                 continue
             for reader in self.flow.readers[value]:
@@ -316,13 +324,14 @@ class _Grouping:
         return {o for o in others - {unit} if self.traffic(o) <= LAUNCH_BOUND}
 
     def shares_enough(self, first: int, second: int) -> bool:
-        shared = sum(map(value_bytes, self.reads(first) & self.reads(second)))
+        shared = sum(map(value_bytes, self.whole_reads(first) & self.whole_reads(second)))
         return shared >= SIBLING_SHARE * min(self.traffic(first), self.traffic(second))
 
     def traffic(self, unit: int) -> int:
         """Bytes that a unit reads and writes."""
-        stored = self.stored(set(self.members[unit]))
-        return sum(map(value_bytes, self.reads(unit))) + sum(map(value_bytes, stored))
+        members = self.members[unit]
+        moved = sum(map(value_bytes, (*self.whole_reads(unit), *self.stored(set(members)))))
+        return moved + sum(looked_up(members).values())
 
     def same_phase(self, first: int, second: int) -> bool:
         return self.tg.phase(self.members[first][0]) == self.tg.phase(self.members[second][0])

@@ -40,9 +40,11 @@ def compile_kernel(job: dict[str, Any]) -> None:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
+    from trainfuse.codegen.compiling import assertions
     from trainfuse.codegen.cubin import resources
 
-    function = getattr(load_source(Path(job["source"])), job["function"])
+    path = Path(job["source"])
+    function = getattr(load_source(path), job["function"])
     signature = dict(zip(function.arg_names, job["types"], strict=True))
     pointers = [i for i, kind in enumerate(job["types"]) if kind.startswith("*")]
     attrs = {(i,): _DIVISIBLE for i in pointers} if job["aligned"] else {}
@@ -53,6 +55,7 @@ def compile_kernel(job: dict[str, Any]) -> None:
             "num_warps": job["num_warps"],
             "num_stages": job["num_stages"],
             "enable_fp_fusion": job["fma"],
+            **assertions(path.read_text()),
         },
     )
     metadata = next(Path(p) for name, p in compiled.metadata_group.items() if name[-5:] == ".json")

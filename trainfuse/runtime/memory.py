@@ -12,6 +12,7 @@ from torch import fx
 
 from autodiff import ops
 from autodiff.graph import TrainingGraph
+from trainfuse.fusion.indirect import source_of
 
 if TYPE_CHECKING:
     from trainfuse.fusion.plan import FusionGroup
@@ -202,6 +203,8 @@ def _elementwise(
         return False
     if any(roots[node] is target and node is not target for node in group.inputs):
         return False  # also read through a view, in another order
+    if any(source_of(node) is target for node in domain.indirect):
+        return False  # also read at computed places, which other programs may have overwritten
     if not _depends(group, value, target):
         return False  # the kernel may store the value before it loads the old one
     covered = {axis for dim in domain.axes[value] for axis in dim}

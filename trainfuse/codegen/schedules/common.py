@@ -52,6 +52,13 @@ def preload(builder: Builder, nodes: Iterable[fx.Node]) -> None:
             if operand in builder.inputs and operand in builder.domain.axes:
                 if reads(node, operand):
                     builder.value(operand)
+    waiting: set[fx.Node] = set()
+    for node in needed(builder.group):
+        if builder.domain.reduced.get(node) or waiting.intersection(node.all_input_nodes):
+            waiting.add(node)
+    for node in nodes:
+        if node in builder.domain.indirect and node not in waiting:
+            builder.value(node)
 
 
 def reads(node: fx.Node, operand: fx.Node) -> bool:
@@ -97,7 +104,9 @@ def root(group: Group, node: fx.Node) -> fx.Node:
 def widest(group: Group) -> int:
     """Bytes of the widest element read or written, of values as large as the domain."""
     domain = group.domain
-    nodes = [node for node in (*group.inputs, *group.outputs) if node in domain.axes]
+    nodes = [
+        node for node in (*group.inputs, *domain.indirect, *group.outputs) if node in domain.axes
+    ]
     whole = [node for node in nodes if len(own_axes(domain, node)) == len(domain.sizes)]
     return max(node.meta["val"].dtype.itemsize for node in whole or nodes)
 
