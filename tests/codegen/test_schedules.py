@@ -259,6 +259,20 @@ def test_mask_itself(p: float) -> None:
     check(fn, [torch.tensor([99])])
 
 
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("shape", [(), (1,), (1, 1)])
+@pytest.mark.parametrize("over", [(), (1,), (5, 7)])
+def test_mask_of_one_element(over: tuple[int, ...], shape: tuple[int, ...], target: str) -> None:
+    """It has no index to run along, whatever the kernel's tile."""
+    seed = torch.tensor([-1234567890123456789])
+
+    def fn(seed: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+        kept = torch.ops.trainfuse.keep_mask(seed, 3, 0.25, list(shape))
+        return kept * x.sin(), kept.float() * 0.5
+
+    check(fn, [seed, torch.randn(over)], target=TARGETS[target])
+
+
 def test_nan_wins_extremes() -> None:
     x = randn(5, 40)
     x[2, 7] = torch.nan

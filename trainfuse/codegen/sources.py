@@ -81,7 +81,7 @@ def random(builder: Builder, node: fx.Node) -> Value:
             function = "lib.keep_vector" if builder.rank == 1 else "lib.keep_rows"
         text = fours or builder.offset(strides, index)
         if not deps:
-            text = "tl.zeros((1,), tl.int32)"
+            text = "tl.full([], 0, tl.int32)"
         builder.scopes[depth].body.append(
             Random(
                 name,
