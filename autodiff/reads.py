@@ -16,6 +16,7 @@ def hinted(size: int | torch.SymInt) -> int:
     """A size; a symbolic one by its hint, one that the data decides as 1."""
     return size if isinstance(size, int) else int(size.node.hint or 1)
 
+
 _LOOKUPS = frozenset(
     {
         "aten.embedding.default",

@@ -264,7 +264,7 @@ def test_out_of_range_keys_touch_no_row() -> None:
     assert torch.equal(ours, total(50)(*args))
 
 
-CHECKED = ("gathered_kernel", "row_kernel", "level_1_kernel")
+CHECKED = ("banded_kernel", "row_kernel", "level_1_kernel")
 SCRIPT = """
 from codegen_support import lowered, trace
 from test_golden import CASES, NORMS, fakes

@@ -25,20 +25,12 @@ from trainfuse.codegen.schedules.common import (
     widest,
 )
 from trainfuse.codegen.targets import CodegenOptions, Target
-from trainfuse.codegen.tile import (
-    Segment,
-    TileAxis,
-    divide_up,
-    floor_power,
-    power_of_two,
-    value_strides,
-)
+from trainfuse.codegen.tile import Segment, TileAxis, divide_up, power_of_two, value_strides
 from trainfuse.fusion.indirect import Lookup, parse
 
 TILE_REGISTERS = 96
 SMALLEST = 256  # elements a program, where there are fewer blocks than multiprocessors
 TILE = 64  # side of a transposing tile: whole 32-byte sectors both ways, even for bytes
-GATHERED_ELEMENTS = 4096
 MIN_RUN = 16  # elements that lie together at each place; fewer don't pay for a tile's masked lanes
 
 
@@ -66,10 +58,7 @@ def build(
     other = permuted_axis(group, order)
     if other is not None:
         return tiled(group, target, order, other, choice, absent)
-    inner = unpicked(group, order)
-    if inner and group.domain.extent(inner) >= MIN_RUN:
-        return gathered(group, target, order, inner, choice)
-    parts = banded.division(group, order) if absent is None else None
+    parts = None if absent is not None else lookups(group, order) or banded.division(group, order)
     bands = None if parts is None else banded.build(group, target, choice, parts)
     return bands or flat(group, target, order, choice, absent)
 
@@ -103,8 +92,8 @@ def permuted_axis(group: Group, order: Sequence[int]) -> int | None:
     return None
 
 
-def unpicked(group: Group, order: Sequence[int]) -> list[int]:
-    """The innermost axes that no index depends on: along them a read moves whole runs."""
+def lookups(group: Group, order: Sequence[int]) -> banded.Division | None:
+    """Bands whose columns no index depends on: it is read once a row, and columns vectorise."""
     domain = group.domain
     picked: set[int] = set()
     for node in domain.indirect:
@@ -112,57 +101,9 @@ def unpicked(group: Group, order: Sequence[int]) -> list[int]:
         if isinstance(found, Lookup):
             for index in found.indices:
                 picked |= own_axes(domain, index)
-    inner: list[int] = []
-    for axis in reversed(order):
-        if axis in picked:
-            break
-        inner.insert(0, axis)
-    return inner if picked else []
-
-
-def gathered(
-    group: Group, target: Target, order: Sequence[int], inner: Sequence[int], choice: Choice
-) -> Module:
-    """Tiles of [rows, columns] where an index is read once a row, so that columns vectorise."""
-    domain = group.domain
-    outer = tuple(axis for axis in order if axis not in inner)
-    total, width = domain.extent(outer), domain.extent(inner)
-    budget = 1 << 15 if target.interpreted else choice.block or GATHERED_ELEMENTS
-    block = dividing_power(width)
-    if block < min(MIN_RUN, width):
-        block = power_of_two(width)
-    block = min(block, budget)
-    rows = choice.rows or min(floor_power(max(1, budget // block)), power_of_two(total))
-    row_mask = "row_mask" if total % rows else ""
-    col_mask = "col_mask" if width % block else ""
-    quad = f"tl.program_id(1) * {block // 4}" if block % 4 == 0 else None
-    axes = [
-        TileAxis("row", outer, total, (Segment("row", row_mask, rows),), 0, True),
-        TileAxis("col", tuple(inner), width, (Segment("col", col_mask, block, quad),), 1, True),
-    ]
-    builder = Builder(group, axes, "col")
-    constants(builder, [("ROWS", total), ("COLS", width)])
-    row_lanes = f"tl.program_id(0) * {rows} + tl.arange(0, {rows})[:, None]"
-    builder.note("row", long(group, row_lanes))
-    col_lanes = f"tl.program_id(1) * {block} + tl.arange(0, {block})[None, :]"
-    builder.note("col", long(group, col_lanes))
-    for name, mask in (("row", row_mask), ("col", col_mask)):
-        if mask:
-            builder.note(mask, f"{name} < {name.upper()}S")
-    builder.bind("row", "col")
-    nodes = needed(group)
-    preload(builder, nodes)
-    for node in nodes:
-        if node in group.outputs:
-            builder.store(node)
-    doc = f"Rows at an index: {describe(group, nodes)}."
-    grid = (divide_up(total, rows), divide_up(width, block), 1)
-    return Module((kernel(builder, "gathered_kernel", doc, grid, choice.warps or 4),))
-
-
-def dividing_power(size: int) -> int:
-    """Largest power of two that divides a size."""
-    return size & -size
+    cut = 1 + max((place for place, axis in enumerate(order) if axis in picked), default=-1)
+    rows, cols = tuple(order[:cut]), tuple(order[cut:])
+    return banded.Division(rows, cols, False) if rows and domain.extent(cols) >= MIN_RUN else None
 
 
 def flat(
