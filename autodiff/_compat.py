@@ -34,16 +34,21 @@ def backward_nodes(
     joint: fx.GraphModule, static_indices: Sequence[int], num_fwd_outputs: int
 ) -> set[fx.Node]:
     """Nodes of a joint graph that belong to the backward: they need a cotangent, or were traced
-    while the derivative was taken."""
+    while the derivative was taken.
+
+    The latter's mark is missing inside a custom Function's backward, so that what the forward's
+    outputs don't need, and has no mark of the forward's, is the backward's too.
+    """
     info = partitioners.classify_nodes(joint, list(static_indices), num_fwd_outputs)
     required = set(info.required_fw_nodes)
-    closure = set(info.tangents_closure)
-    return {
-        node
-        for node in joint.graph.nodes
-        if node in closure
-        or (node not in required and node.meta.get("partitioner_tag") == "is_backward")
-    }
+    found = set(info.tangents_closure)
+    for node in joint.graph.nodes:
+        if node.op != "call_function" or node in found or node in required:
+            continue
+        forward = node.meta.get("partitioner_tag") == "is_forward"
+        if not forward or not found.isdisjoint(node.all_input_nodes):
+            found.add(node)
+    return found
 
 
 def extract_modules(

@@ -76,13 +76,16 @@ def _input_fact(node: fx.Node, static: bool) -> InputFact:
 
 
 def _forward_first(tg: TrainingGraph) -> TrainingGraph:
-    """The same graph with its forward nodes ahead of its backward nodes, else in order."""
+    """The same graph with its forward nodes ahead of its backward nodes, else in order.
+
+    Constants come first: the first reader of one that the backward met may be the forward's.
+    """
     phases = [tg.phase(node) for node in tg.nodes()]
     if phases == sorted(phases, key=("forward", "backward").index):
         return tg
     moved, mapping = tg.copy()
     anchor = mapping[next(node for node in tg.nodes() if tg.phase(node) == "backward")]
-    for node in tg.nodes("forward"):
+    for node in (*tg.graph.find_nodes(op="get_attr"), *tg.nodes("forward")):
         anchor.prepend(mapping[node])
     moved.gm.recompile()
     return moved

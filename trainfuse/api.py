@@ -17,6 +17,7 @@ from trainfuse import log
 from trainfuse.capture import compat
 from trainfuse.capture.lift import CaptureRefused
 from trainfuse.capture.regions import Regions
+from trainfuse.capture.second_order import AGAIN
 from trainfuse.capture.whole_step import PlanBudget, WholeStep
 from trainfuse.debug.bisect import Culprit, search
 from trainfuse.debug.doctor import Diagnosis, diagnose
@@ -46,6 +47,7 @@ class _Runner:
         self.refusals: list[Refusal] = []
         self.whole: WholeStep | None = None
         self._regions: Regions | None = None
+        self._eager = False
         if isinstance(target, nn.Module) or inspect.ismethod(target):
             self.refuse(Refusal("capture", "a module's outputs are differentiated outside it"))
         elif not settings.whole_step:
@@ -59,6 +61,8 @@ class _Runner:
             )
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self._eager:
+            return self.target(*args, **kwargs)
         if compat.any_global_module_hooks():
             self._refuse_hooks()
             return self.target(*args, **kwargs)
@@ -94,6 +98,18 @@ class _Runner:
         if self.options.fullgraph or self.settings.cuda_graph == "require":
             raise CaptureError(reason=refusal.reason, where=refusal.where) from error
 
+    def _notice(self, refusal: Refusal) -> None:
+        """A region runs eagerly; once its gradient got a graph of its own, everything does."""
+        if refusal in self.refusals:
+            return
+        self.refusals.append(refusal)
+        if refusal is AGAIN:
+            self._eager = True
+            line = f"{AGAIN.reason}: it runs eagerly from now on (a whole step may be compiled)"
+            _log.warning("%s: %s", _name_of(self.target), line)
+        else:
+            _log.warning("%s: %s", _name_of(self.target), refusal.reason)
+
     def refuse(self, refusal: Refusal) -> None:
         """Record why this target is not captured whole."""
         self.refusals.append(refusal)
@@ -108,6 +124,7 @@ class _Runner:
                 self.target,
                 self.builder,
                 joint_passes=functools.partial(joint_passes, self.settings),
+                notice=self._notice,
                 max_plans=self.settings.max_plans,
                 fullgraph=self.options.fullgraph,
                 dynamic=self.options.dynamic,
@@ -124,6 +141,12 @@ class _Runner:
         """Forget every plan and free what they hold."""
         self.forget_captures()
         self.builder.close()
+
+
+def _name_of(target: Callable[..., Any]) -> str:
+    owner = getattr(target, "__self__", None)
+    name = getattr(target, "__qualname__", type(target).__name__)
+    return type(owner).__name__ if isinstance(owner, nn.Module) else name
 
 
 class CompiledStep:

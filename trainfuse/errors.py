@@ -126,6 +126,16 @@ class GradientsDropped(TrainfuseError):
     fix = "compile with keep_gradients=True, or call zero_grad() before every backward"
 
 
+class GradientOfGradient(TrainfuseError):
+    """A region's gradient is to be differentiated, and eager can't repeat that region."""
+
+    message = (
+        "the gradient of a compiled region is differentiated again (create_graph), and eager can't"
+        " repeat the region: {reason}"
+    )
+    fix = "leave what is differentiated twice uncompiled, or compile the whole training step"
+
+
 class FusionError(TrainfuseError):
     """A group failed and no ATen rescue was allowed."""
 

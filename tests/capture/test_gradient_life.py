@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+
 import pytest
 import torch
 
@@ -187,3 +190,51 @@ def test_an_ordinary_step_is_traced_once():
         step(*batch(i))
     assert step.stats()["plans"] == 1
     assert all(p.grad is None for p in model.parameters())
+
+
+class Elsewhere:
+    """A compiled step, and an eager one of the same optimizer beside it."""
+
+    def __init__(self, **options):
+        self.model = small_model()
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+        own = ordinary(self.model, self.optimizer)
+        self.compiled = trainfuse.compile(own, backend="eager", **options)
+
+    def eager_step(self, clear):
+        clear(self)
+        loss_of(self.model, *batch(5)).backward()
+        self.optimizer.step()
+
+
+@pytest.mark.parametrize(
+    ("clear", "keep", "told"),
+    [
+        (lambda e: None, False, True),
+        (lambda e: e.optimizer.zero_grad(), False, False),
+        (lambda e: None, True, False),
+    ],
+    ids=["added", "cleared", "kept"],
+)
+def test_an_eager_step_that_adds_to_dropped_gradients_is_told_so(clear, keep, told, caplog):
+    for _ in range(2):  # each of two optimizers is told
+        caplog.clear()
+        e = Elsewhere(**({"keep_gradients": True} if keep else {}))
+        torch.optim.lr_scheduler.StepLR(e.optimizer, 1)
+        for i in range(2):
+            e.compiled(*batch(i))
+        for _ in range(2):
+            e.eager_step(clear)
+        e.compiled(*batch(2))
+        lines = [r for r in caplog.records if "without a zero_grad()" in r.getMessage()]
+        assert len(lines) == told
+        assert {plan.kind for plan in e.compiled.plans} == {"whole_step"}
+
+
+def test_what_notices_zero_grad_leaves_the_optimizer_as_it_was():
+    e = Elsewhere()
+    e.compiled(*batch(0))
+    for twin in (e.optimizer, copy.deepcopy(e.optimizer), pickle.loads(pickle.dumps(e.optimizer))):
+        assert "zero_grad" not in vars(twin)
+        twin.zero_grad()
+        twin.zero_grad(set_to_none=False)

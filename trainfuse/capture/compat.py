@@ -14,13 +14,17 @@ from torch import Tensor, fx
 from torch._dynamo import guards
 from torch._dynamo.backends.common import aot_autograd as _aot_autograd
 from torch._dynamo.side_effects import SideEffects
-from torch._dynamo.variables import builder, constant
+from torch._dynamo.variables import builder, constant, misc
+from torch._functorch._aot_autograd import graph_compile
+from torch._functorch.autograd_function import AutogradFunctionApply, autograd_function_apply
 from torch._inductor.decomposition import select_decomp_table
 from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.fx.experimental.proxy_tensor import _get_proxies
 from torch.nn.modules import module as module_hooks
 from torch.optim import optimizer as optimizer_module
 
 from autodiff.graph import Refusal
+from trainfuse.capture import functions
 
 # -- optimizers ---------------------------------------------------------------------------------
 
@@ -64,6 +68,20 @@ def replaced_method(optimizer: torch.optim.Optimizer) -> str | None:
                 return name
             method = getattr(method, "__wrapped__", None)
     return None
+
+
+_NAME_IN_PROFILES = "_zero_grad_profile_name"
+"""An optimizer's attribute that zero_grad makes anew where it is missing, as in old pickles."""
+
+
+def watch_zero_grad(optimizer: torch.optim.Optimizer) -> None:
+    """Let `zero_grad_was_called` tell of calls from here on."""
+    vars(optimizer).pop(_NAME_IN_PROFILES, None)
+
+
+def zero_grad_was_called(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether torch's own zero_grad has run since `watch_zero_grad`."""
+    return _NAME_IN_PROFILES in vars(optimizer)
 
 
 def any_parameter_hooks(params: Sequence[Tensor]) -> bool:
@@ -117,16 +135,15 @@ class DynamoSettings:
         DynamoSettings.depth += 1
         self._reverts.append((self._apply(), builder.get_static_address_type))
         builder.get_static_address_type = self._mark
-        SideEffects.load_attr = _load_attr
-        builder.make_dupe_guard = _same_object_guard
-        guards.is_from_optimizer_source = _nowhere
+        if DynamoSettings.depth == 1:  # a region's user code may call another compiled step
+            for owner, name, ours, _ in _MENDED:
+                setattr(owner, name, ours)
 
     def __exit__(self, *_: object) -> None:
         DynamoSettings.depth -= 1
-        if not DynamoSettings.depth:  # a region's user code may call another compiled step
-            SideEffects.load_attr = _STOCK_LOAD_ATTR
-            builder.make_dupe_guard = _STOCK_DUPE_GUARD
-            guards.is_from_optimizer_source = _STOCK_OPTIMIZER_SOURCE
+        if not DynamoSettings.depth:
+            for owner, name, _, stock in _MENDED:
+                setattr(owner, name, stock)
         revert, builder.get_static_address_type = self._reverts.pop()
         revert()
         CALLS.release()
@@ -177,6 +194,52 @@ def _nowhere(source: Any) -> bool:
     return False
 
 
+def apply_function(
+    forward: fx.GraphModule, backward: fx.GraphModule, *args: Any, **facts: Any
+) -> Any:
+    """`autograd_function_apply` as eager's engine would run the Function: see `functions`."""
+    return functions.apply_function(forward, backward, args, facts, unchecked=_mark_unchecked)
+
+
+def _apply_method(self: Any, *args: Any, **facts: Any) -> Any:
+    return apply_function(*args, **facts)
+
+
+def _mark_unchecked(value: Any) -> None:
+    """As Dynamo's own call: AOTAutograd then saves the value without a check of its version."""
+    if isinstance(value, Tensor):
+        for proxy in _get_proxies(value):
+            proxy.node.meta["saved_tensor_with_no_vc_check"] = True
+
+
+_STOCK_CALL_APPLY = misc.AutogradFunctionVariable.call_apply
+
+
+def _call_apply(self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Dynamo's call of a custom Function, but not within torch.func's transforms.
+
+    There it takes the inputs for such that require no gradient, and differentiates the forward.
+    """
+    if torch._C._functorch.peek_interpreter_stack() is None:
+        return _STOCK_CALL_APPLY(self, *args, **kwargs)
+    torch._dynamo.exc.unimplemented(
+        gb_type="autograd.Function under torch.func",
+        context=str(self),
+        explanation="a custom autograd.Function under a torch.func transform",
+        hints=[],
+    )
+
+
+_MENDED: tuple[tuple[Any, str, Any, Any], ...] = (
+    (SideEffects, "load_attr", _load_attr, _STOCK_LOAD_ATTR),
+    (builder, "make_dupe_guard", _same_object_guard, _STOCK_DUPE_GUARD),
+    (guards, "is_from_optimizer_source", _nowhere, _STOCK_OPTIMIZER_SOURCE),
+    (AutogradFunctionApply, "__call__", _apply_method, AutogradFunctionApply.__call__),
+    (misc.AutogradFunctionVariable, "call_apply", _call_apply, _STOCK_CALL_APPLY),
+)
+"""What of torch is another function while a compiled call may trace: owner, name, ours, stock."""
+
+
 def static_by_address(placeholder: fx.Node) -> bool:
     """Whether Dynamo marked this graph input as one that keeps its address."""
     facts = placeholder.meta.get("tensor_dict") or {}
@@ -204,6 +267,51 @@ CAPTURE_ERRORS: tuple[type[BaseException], ...] = (
 def reset_frame(code: object) -> None:
     """Forget every graph that Dynamo compiled for one code object."""
     torch._dynamo.eval_frame.remove_from_cache(code)
+
+
+def make_lawful(gm: fx.GraphModule) -> None:
+    """Let custom Functions in a graph of Dynamo's be run by `apply_function`, within it too."""
+    for module in gm.modules():
+        if not isinstance(module, fx.GraphModule):
+            continue
+        calls = [n for n in module.graph.nodes if n.target is autograd_function_apply]
+        for node in calls:
+            node.target = apply_function
+        if calls:
+            module.recompile()
+
+
+def is_compiled_node(node: Any) -> bool:
+    """Whether a node of autograd's graph runs a backward that AOTAutograd compiled."""
+    return node.name() == "CompiledFunctionBackward"
+
+
+def saving_is_hooked() -> bool:
+    """Whether what autograd saves here goes through hooks, as within a checkpoint."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
+
+
+def autocasts() -> tuple[tuple[str, bool, torch.dtype], ...]:
+    """Autocast as it is here: device type, whether it is on, its type."""
+    kinds = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
+    return tuple((k, torch.is_autocast_enabled(k), torch.get_autocast_dtype(k)) for k in kinds)
+
+
+def rng_states(values: Sequence[Any]) -> dict[int, Tensor]:
+    """Random states of the host, under -1, and of the GPUs that these tensors are on."""
+    devices = {v.device.index for v in values if isinstance(v, Tensor) and v.is_cuda}
+    return {-1: torch.get_rng_state(), **{d: torch.cuda.get_rng_state(d) for d in devices}}
+
+
+@contextlib.contextmanager
+def rng_restored(states: Mapping[int, Tensor]) -> Iterator[None]:
+    """Within the block the generators are where `rng_states` found them; afterwards as before."""
+    devices = [device for device in states if device >= 0]
+    with torch.random.fork_rng(devices):
+        torch.set_rng_state(states[-1])
+        for device in devices:
+            torch.cuda.set_rng_state(states[device], device)
+        yield
 
 
 # -- autograd links -------------------------------------------------------------------------------
@@ -268,7 +376,7 @@ def aot(
         extra["partition_fn"] = partition
     # our own recompute pass takes checkpointed stretches, dropout included; torch's refuses that
     plain = torch._functorch.config.patch(remat_using_tags_for_fwd_loss_bwd_graph=False)
-    with torch.fx.traceback.preserve_node_meta(), plain:
+    with torch.fx.traceback.preserve_node_meta(), plain, _nothing_donated():
         return _aot_autograd(
             fw_compiler=forward,
             inference_compiler=inference,
@@ -284,6 +392,21 @@ def reusable_backwards() -> contextlib.AbstractContextManager[Any]:
     Without it AOTAutograd lets them overwrite it, and `retain_graph=True` raises.
     """
     return torch._functorch.config.patch(donated_buffer=False)
+
+
+@contextlib.contextmanager
+def _nothing_donated() -> Iterator[None]:
+    """Let no backward overwrite what it was saved.
+
+    AOTAutograd refuses retain_graph for one that may, unless its first run was with retain_graph;
+    switching the donation off by its flag makes it refuse always.
+    """
+    stock = graph_compile.collect_bw_donated_buffer_idxs
+    graph_compile.collect_bw_donated_buffer_idxs = lambda *_: []
+    try:
+        yield
+    finally:
+        graph_compile.collect_bw_donated_buffer_idxs = stock
 
 
 def boxed(fn: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
@@ -332,11 +455,28 @@ def plain_positions(output: fx.Node) -> tuple[int | None, ...]:
     return tuple(d.idx if type(d).__name__ == "PlainAOTOutput" else None for d in descs)
 
 
+def stands_for_overlapping(placeholder: fx.Node) -> bool:
+    """Whether AOTAutograd put one tensor in the place of inputs that share memory."""
+    kind = type(placeholder.meta.get("desc")).__name__
+    return kind in ("SyntheticBaseAOTInput", "ViewBaseAOTInput")
+
+
+def written_inputs(count: int) -> set[int]:
+    """Which of its `count` inputs the graph in hand writes; within AOTAutograd's compilers."""
+    context = torch._guards.TracingContext.try_get()
+    facts = None if context is None else context.fw_metadata
+    if facts is None:
+        return set()
+    lifted = len(facts.input_info) - count  # a module's own parameters come first
+    return {i - lifted for i, info in enumerate(facts.input_info) if info.mutates_data}
+
+
 _PLAIN_REASONS = (
     ("data-dependent", "Python branches on, or reads back, a value computed in the step"),
     (".item()", "Python reads a value back from the device"),
     ("Unsupported Tensor.item", "Python reads a value back from the device"),
     ("Backend compiler", "the captured graph could not be derived"),
+    ("under a torch.func transform", "a custom autograd.Function under a torch.func transform"),
 )
 """Dynamo's wording, and what it means to the user."""
 

@@ -14,6 +14,13 @@ from torch import Tensor
 from autodiff.graph import Refusal
 from trainfuse.capture import compat
 from trainfuse.capture.update_templates import ROWS, UpdateTemplate, trace_template
+from trainfuse.log import say_once
+
+_ADDED = (
+    "an optimizer stepped outside the compiled step, without a zero_grad() since: if its gradients"
+    " were to be added to those of the compiled step, these are missing, as it did not keep them;"
+    " compile with keep_gradients=True"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +88,8 @@ class UpdateHandle:
         self._templates: dict[object, UpdateTemplate] = {}
         self.refusal = self._refuse(optimizer)
         optimizer.register_load_state_dict_post_hook(self.mark_stale)
-        optimizer.register_step_post_hook(self.mark_stale)
+        optimizer.register_step_post_hook(self.stepped_outside)
+        self._dropped = False
 
     def _refuse(self, optimizer: torch.optim.Optimizer) -> Refusal | None:
         name = type(optimizer).__name__
@@ -98,6 +106,18 @@ class UpdateHandle:
     def mark_stale(self, *_: object) -> None:
         """Something else may have changed the step counters: read them before the next step."""
         self._steps_stale = True
+
+    def stepped_outside(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
+        """torch's own step has run; with gradients, perhaps, that miss those of a whole step."""
+        self.mark_stale()
+        if self._dropped and not compat.zero_grad_was_called(optimizer):
+            say_once("capture", f"added-{self.id}", _ADDED)
+        self._dropped = False
+
+    def gradients_dropped(self) -> None:
+        """A whole step did not keep its gradients: a step after no zero_grad may miss them."""
+        self._dropped = True
+        compat.watch_zero_grad(self.optimizer)
 
     def index_of(self, param: Tensor) -> int:
         """Position of a parameter in the optimizer's flat list."""
@@ -277,6 +297,7 @@ class UpdateHandle:
     def run_eager(self, indices: Sequence[int], grads: Sequence[Tensor]) -> None:
         """torch's own step for these gradients, with every other gradient set aside."""
         kept = [p.grad for p in self.params]
+        dropped, self._dropped = self._dropped, False
         try:
             for p in self.params:
                 p.grad = None
@@ -286,7 +307,7 @@ class UpdateHandle:
         finally:
             for p, grad in zip(self.params, kept, strict=True):
                 p.grad = grad
-            self._steps_stale = True
+            self._steps_stale, self._dropped = True, dropped
 
 
 _HANDLES: weakref.WeakValueDictionary[int, UpdateHandle] = weakref.WeakValueDictionary()
@@ -302,7 +323,7 @@ def admit_optimizer(optimizer: torch.optim.Optimizer) -> Refusal | UpdateHandle:
     if type(optimizer) not in ROWS:
         known = ", ".join(sorted(t.__name__ for t in ROWS))
         return Refusal("capture", f"optimizer {name} has no traced update (known: {known})", name)
-    if compat.has_step_hooks(optimizer, ours=UpdateHandle.mark_stale):
+    if compat.has_step_hooks(optimizer, ours=UpdateHandle.stepped_outside):
         return Refusal("capture", f"{name} has step hooks, which a whole step would skip", name)
     replaced = compat.replaced_method(optimizer)
     if replaced is not None:

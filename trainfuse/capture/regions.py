@@ -11,49 +11,87 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import Tensor, fx, nn
 
+from autodiff.graph import Refusal
 from autodiff.split import partition
 from trainfuse.capture import compat
-from trainfuse.capture.lift import CaptureKind, input_fact, lift
+from trainfuse.capture.lift import CaptureKind, CaptureRefused, input_fact, lift
 from trainfuse.capture.objects import find_objects
+from trainfuse.capture.overlap import OVERLAP
+from trainfuse.capture.second_order import Region, RegionFacts
 from trainfuse.capture.whole_step import Build
 from trainfuse.errors import TrainfuseError
 
 
-def region_backend(build: Build, joint_passes: Callable[..., Any]) -> Callable[..., Any]:
+def region_backend(
+    build: Build, joint_passes: Callable[..., Any], notice: Callable[[Refusal], None]
+) -> Callable[..., Any]:
     """A torch.compile backend that hands every graph of a region to `build`.
 
     joint_passes: called with the joint graph and AOTAutograd's keywords, gives (forward, backward).
+    notice: told why a region runs eagerly.
     """
 
     def backend(gm: fx.GraphModule, examples: Sequence[Any], **_: Any) -> Any:
+        compat.make_lawful(gm)
         placeholders = gm.graph.find_nodes(op="placeholder")
+        known = RegionFacts()
+        known.static |= {
+            i
+            for i, (node, value) in enumerate(zip(placeholders, examples, strict=True))
+            if isinstance(value, torch.nn.Parameter) or compat.static_by_address(node)
+        }
+        known.fixed = all(isinstance(value, Tensor) for value in examples)
 
         def compiler(kind: CaptureKind) -> Callable[..., Any]:
             def compile_(traced: fx.GraphModule, inputs: Sequence[Any]) -> Any:
+                known.derived = True
                 facts, values = [], []
                 for node, fake in zip(
                     traced.graph.find_nodes(op="placeholder"), inputs, strict=True
                 ):
+                    if kind != "backward" and compat.stands_for_overlapping(node):
+                        raise CaptureRefused(OVERLAP)
                     value, source = compat.origin(node, gm, placeholders, examples)
                     if value is None:
                         value = fake
                     static = source is not None and compat.static_by_address(source)
                     facts.append(input_fact(node.name, value, static, None))
                     values.append(value)
-                return compat.boxed(build(lift(traced, facts, values, kind)))
+                captured = lift(traced, facts, values, kind)
+                if kind != "backward":
+                    known.see(captured.graph, compat.written_inputs(len(placeholders)))
+                return compat.boxed(build(captured))
 
             return compile_
 
-        return compat.aot(
-            gm,
-            examples,
-            forward=compiler("forward"),
-            backward=compiler("backward"),
-            inference=compiler("inference"),
-            partition=joint_passes,
-        )
+        def cut(*args: Any, **kwargs: Any) -> Any:
+            known.derived = True
+            return joint_passes(*args, **kwargs)
+
+        reason = None
+        try:
+            compiled = compat.aot(
+                gm,
+                examples,
+                forward=compiler("forward"),
+                backward=compiler("backward"),
+                inference=compiler("inference"),
+                partition=cut,
+            )
+        except CaptureRefused as refused:
+            compiled, reason = None, refused.reason
+        except compat.CAPTURE_ERRORS:
+            raise  # Dynamo's own signals, such as that it has to trace again
+        except (RuntimeError, AssertionError) as error:
+            if known.derived:
+                raise
+            line = str(error).strip().partition("\n")[0]
+            compiled, reason = None, f"its gradients could not be derived: {line}"
+        if reason is not None:
+            notice(Refusal("capture", f"a region runs eagerly: {reason}"))
+        return torch.compiler.disable(Region(gm, compiled, known, notice))
 
     return backend
 
@@ -112,6 +150,7 @@ class Regions:
         build: Build,
         *,
         joint_passes: Callable[..., Any] = partition,
+        notice: Callable[[Refusal], None] = lambda _: None,
         max_plans: int,
         fullgraph: bool,
         dynamic: bool | None,
@@ -126,7 +165,7 @@ class Regions:
         )
         self._compiled = torch.compile(
             self._code,
-            backend=region_backend(build, joint_passes),
+            backend=region_backend(build, joint_passes, notice),
             fullgraph=fullgraph,
             dynamic=False if dynamic is None else dynamic,
         )

@@ -12,11 +12,19 @@ from torch import Tensor, fx
 from torch.utils._pytree import tree_map_only
 
 from autodiff.graph import Refusal
-from trainfuse.capture import compat
-from trainfuse.capture.lift import PHASE_KEY, Captured, CaptureRefused, input_fact, lift
+from trainfuse.capture import compat, escapes
+from trainfuse.capture.lift import (
+    PHASE_KEY,
+    Captured,
+    CaptureRefused,
+    input_fact,
+    lift,
+    user_line,
+)
 from trainfuse.capture.objects import Found, find_objects
 from trainfuse.capture.optimizers import UpdateHandle, admit_optimizer
 from trainfuse.capture.shadow import Shadow
+from trainfuse.capture.overlap import OVERLAP, OverlapGuard
 from trainfuse.errors import GradientsDropped
 
 Build = Callable[[Captured], Callable[[list[Any]], Sequence[Any]]]
@@ -26,6 +34,7 @@ Build = Callable[[Captured], Callable[[list[Any]], Sequence[Any]]]
 _LOST = 0
 """In a handle's place: the update needs gradients that an earlier call dropped."""
 
+_ESCAPES = "an output can still be differentiated after the step, which would cut it off"
 _HOOKED = "a parameter has a gradient hook, which a whole step would skip"
 _UNASSUMED = "a size or number that the data decides is not what the capture assumed"
 
@@ -81,9 +90,14 @@ class _Swap:
         }
         self._saved: dict[str, Any] = {}
 
+    @property
+    def drops(self) -> bool:
+        """Whether this call's gradients are needed by nobody after it."""
+        return self.used and not self.adds_up
+
     def end(self) -> None:
         """Drop the gradients that only this call needed; traced at the end of the step."""
-        if self.used and not self.adds_up:
+        if self.drops:
             self.dropped = True
             for p in self.params:
                 p.grad = None
@@ -129,7 +143,7 @@ def _detached(target: Callable[..., Any], swaps: list[_Swap]) -> Callable[..., A
 
 
 def _without_history(tensor: Tensor) -> Tensor:
-    return tensor.detach() if tensor.requires_grad else tensor
+    return escapes.CUT(tensor) if tensor.requires_grad else tensor
 
 
 def admit_whole_step(found: Found) -> list[UpdateHandle] | Refusal:
@@ -222,6 +236,8 @@ class WholeStep:
             self.refusal = refusal
             raise CaptureRefused(refusal.reason, refusal.where) from cause
         for swap in swaps:
+            if swap.drops:
+                swap.handle.gradients_dropped()
             # what learning-rate schedulers look at to warn about a wrong order of calls
             swap.optimizer._opt_called = True  # type: ignore[attr-defined]  # torch's own mark
         return result
@@ -261,6 +277,8 @@ class WholeStep:
         self._derived = False
         try:
             run = compat.aot(gm, examples, forward=_refuse_forward, inference=compile_)
+        except compat.CAPTURE_ERRORS:
+            raise  # Dynamo's own signals, such as that it has to trace again
         except (RuntimeError, AssertionError) as error:
             if self._derived:
                 raise
@@ -276,12 +294,18 @@ class WholeStep:
         placeholders = dynamo.graph.find_nodes(op="placeholder")
         facts, values, sources = [], [], []
         for node in gm.graph.find_nodes(op="placeholder"):
+            if compat.stands_for_overlapping(node):
+                raise CaptureRefused(OVERLAP)
             value, source = compat.origin(node, dynamo, placeholders, examples)
             static = source is None or compat.static_by_address(source)
             facts.append(input_fact(node.name, value, static, names.get(id(value))))
             values.append(value)
             sources.append(None if source is None else placeholders.index(source))
-        program = self._build(lift(gm, facts, values, "whole_step", shadow, sources))
+        captured = lift(gm, facts, values, "whole_step", shadow, sources)
+        overlaps = _overlap_guard(captured)
+        if overlaps.overlaps:
+            raise CaptureRefused(OVERLAP)
+        program = self._build(captured)
         admitted = {id(p) for handle in self._handles for p in handle.params}
         leaves = [
             i
@@ -289,9 +313,11 @@ class WholeStep:
             if isinstance(value, Tensor) and value.requires_grad and id(value) not in admitted
         ]
 
-        def unhooked(args: list[Any]) -> Any:
+        def checked(args: list[Any]) -> Any:
             if compat.any_parameter_hooks([args[i] for i in leaves]):
                 raise CaptureRefused(_HOOKED)
+            if overlaps.needed and overlaps.violated(args):
+                raise CaptureRefused(OVERLAP)
             try:
                 return program(args)
             except RuntimeError as error:
@@ -300,7 +326,14 @@ class WholeStep:
                     raise CaptureRefused(_UNASSUMED) from error
                 raise
 
-        return compat.boxed(unhooked)
+        return compat.boxed(checked)
+
+
+def _overlap_guard(captured: Captured) -> OverlapGuard:
+    inputs = captured.graph.inputs
+    written = [i for i, fact in enumerate(inputs) if fact.name in captured.graph.mutations]
+    static = [i for i, fact in enumerate(inputs) if fact.kind in ("parameter", "buffer")]
+    return OverlapGuard(captured.examples, written, static)
 
 
 def _refusal_behind(error: BaseException) -> Refusal:
@@ -318,12 +351,15 @@ def _refusal_behind(error: BaseException) -> Refusal:
 def label_phases(graph: fx.Graph) -> None:
     """Label Dynamo's nodes by phase, and link backward nodes to the forward.
 
-    Raises CaptureRefused when the step has no backward of its own: its outputs may then be
-    differentiated outside, which a detached whole step would cut off.
+    Raises CaptureRefused when the step has no backward of its own, or an output that its backward
+    did not free: either may be differentiated outside, which a detached whole step would cut off.
     """
     grads = [n for n in graph.nodes if n.target is torch.autograd.grad]
     if not grads:
         raise CaptureRefused("the function calls no backward(): its outputs stay differentiable")
+    escaping = escapes.escaping_output(graph)
+    if escaping is not None:
+        raise CaptureRefused(_ESCAPES, user_line(escaping))
     last = grads[-1]
     phase = "forward"
     for node in graph.nodes:

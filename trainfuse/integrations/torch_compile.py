@@ -9,7 +9,10 @@ from typing import Any
 import torch
 from torch import fx
 
+from autodiff.graph import Refusal
+from trainfuse import log
 from trainfuse.capture.regions import region_backend
+from trainfuse.capture.second_order import AGAIN
 from trainfuse.options import MODE, resolve
 from trainfuse.pipeline import Builder, joint_passes
 
@@ -32,7 +35,12 @@ def backend(
     if settings.chosen_backend == "none":
         return gm.forward
     passes = functools.partial(joint_passes, settings)
-    return region_backend(Builder(settings), passes)(gm, example_inputs)
+    return region_backend(Builder(settings), passes, _notice)(gm, example_inputs)
+
+
+def _notice(refusal: Refusal) -> None:
+    more = ": it runs eagerly from now on" if refusal is AGAIN else ""
+    log.say_once("capture", refusal.reason, f"{refusal.reason}{more}")
 
 
 def register() -> None:
