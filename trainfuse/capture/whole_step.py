@@ -23,8 +23,8 @@ from trainfuse.capture.lift import (
 )
 from trainfuse.capture.objects import Found, find_objects
 from trainfuse.capture.optimizers import UpdateHandle, admit_optimizer
-from trainfuse.capture.shadow import Shadow
 from trainfuse.capture.overlap import OVERLAP, OverlapGuard
+from trainfuse.capture.shadow import Shadow
 from trainfuse.errors import GradientsDropped
 
 Build = Callable[[Captured], Callable[[list[Any]], Sequence[Any]]]
