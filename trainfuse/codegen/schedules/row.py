@@ -34,6 +34,7 @@ from trainfuse.codegen.tile import (
     floor_power,
     power_of_two,
 )
+from trainfuse.codegen.triton_ops import Unsupported
 
 MAX_WARPS = 16
 CHUNK_WARPS = 8
@@ -44,6 +45,8 @@ ROW_AND_COL = frozenset({"row", "col"})
 ROW_ELEMENTS = 1024
 # Registers a thread that live tiles may take, of 255; the rest is addresses and partial results.
 TILE_REGISTERS = 128
+# Beyond this much a kernel spills whatever the compiler does, for which it takes half a minute.
+SPILLING = 2 * TILE_REGISTERS
 # Warps that run at once on a multiprocessor, of kernels that take 64 registers a thread.
 RESIDENT_WARPS = 32
 
@@ -67,6 +70,8 @@ def build(group: Group, target: Target, options: CodegenOptions, choice: Choice)
     held = sum(block for _, block in cover(width))
     registers = held * live_tiles(group) / (32 * MAX_WARPS)
     fits = held <= options.max_row_in_registers and registers <= TILE_REGISTERS
+    if choice.held and held * live_tiles(group) / (32 * (choice.warps or MAX_WARPS)) > SPILLING:
+        raise Unsupported(group.nodes[-1], "its rows are too long for so few threads to hold")
     if fits if choice.held is None else choice.held:
         return in_registers(group, target, choice)
     return chunked(group, target, options, choice)
