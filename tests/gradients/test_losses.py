@@ -89,12 +89,16 @@ def test_half_logits(name, dtype, compiler):
 @pytest.mark.parametrize("classes", [SHORT, LONG])
 @pytest.mark.parametrize("wrong", [-1, 10**6, 2**33])
 def test_a_target_that_is_no_class(wrong, classes):
-    """ATen stops the program; a kernel can't, so the loss is NaN: seen at once, never a number."""
+    """ATen raises, as the first step does when it is traced; later the loss is NaN, no number."""
     made = training("mean", 6, classes)
     step = trainfuse.compile(made.step, backend="triton")
     x, y = made.batches[0]
-    y[2] = wrong
-    assert math.isnan(float(step(x, y)))
+    bad = y.clone()
+    bad[2] = wrong
+    with pytest.raises(IndexError, match="out of bounds"):
+        step(x, bad)
+    assert math.isfinite(float(step(x, y)))
+    assert math.isnan(float(step(x, bad)))
     step.close()
 
 

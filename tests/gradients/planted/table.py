@@ -50,10 +50,10 @@ KERNELS = (
         r"\g<acc> = (\g<acc> + \g<term>).to(tl.bfloat16).to(tl.float32)",
     ),
     _kernel("maximum for sum", r"lib\.reduce_sum\(tl\.where", "lib.reduce_max(tl.where"),
-    _kernel("wrong mean divisor", rf"True\) / {MODEL_WIDTH}\b", f"True) / {MODEL_WIDTH - 1}"),
+    _kernel("wrong mean divisor", rf"True\)\) / {MODEL_WIDTH}\b", f"True)) / {MODEL_WIDTH - 1}"),
     _kernel("neighbour's row", r"(tl\.load\(in\d+ \+) row \* COLS", r"\1 (row ^ 1) * COLS"),
     _kernel("no eps", r"\+ 0\.01\b", "+ 0.0", phase="forward"),
-    _kernel("wrong gelu", r"0\.70710678\d*", "0.7"),
+    _kernel("wrong gelu", r"lib\.gelu_slope\(", "lib.gelu_tanh_slope("),
     _kernel(
         "swapped outputs",
         r"out(?P<a>\d) \+ col, (?P<x>t\d+)(?P<mid>.*\n.*)out(?P<b>\d) \+ col, (?P<y>t\d+)",
@@ -142,14 +142,17 @@ SCHEDULES = (
     ),
     _schedule(
         "accumulator not reset",
-        (r"t3_acc = tl\.full\(\(64,\), 0\.0, tl\.float32\)", "t3_acc = t1_run + 0.0"),
+        (r"(t\d+_acc) = tl\.full\(\(64,\), 0\.0, tl\.float32\)", r"\1 = t1_run + 0.0"),
         on="long_rows",
         phase="forward",
     ),
     Fault("a program too few", "schedule", "kernels", "wide", _grid),
     _schedule(
         "wrong column tile",
-        (r"(tl\.load\(in1 \+ row \* COLS \+) col", r"\1 (col % 2048)"),
+        (
+            r"(tl\.load\(in0 \+ row \* COLS \+) col(, mask=row_mask & col_mask)",
+            r"\1 (col % 2048)\2",
+        ),
         on="wide",
     ),
     _schedule(

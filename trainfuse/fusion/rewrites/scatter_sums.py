@@ -117,6 +117,9 @@ def _index_put(node: fx.Node) -> Scatter | str:
         return "it adds at places given by several indices"
     (dim,) = given
     index = indices[dim]
+    sizes = [size for node in (base, index, values) for size in _value(node).shape]
+    if not all(isinstance(size, int) for size in sizes):
+        return "the data decides its sizes"
     shape = list(_value(base).shape)
     if list(_value(values).shape) != shape[:dim] + list(_value(index).shape) + shape[dim + 1 :]:
         return "its values are repeated"
