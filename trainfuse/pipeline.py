@@ -19,6 +19,7 @@ from torch import fx
 from autodiff.channel_norms import channel_norms
 from autodiff.creations import detach_creations, part_ranges
 from autodiff.derive import cleanup, decompose
+from autodiff.formulas import composites
 from autodiff.graph import Refusal, TrainingGraph
 from autodiff.inlining import dissolve_unfused
 from autodiff.recompute import RecomputeReport, plan_recompute
@@ -89,7 +90,17 @@ def _dropout(state: State) -> State:
 
 
 def _channel_norms(state: State) -> State:
+    # elsewhere a norm stays ATen's, to the bit: its pieces gain nothing outside our kernels
+    if state.facts.backend != "triton":
+        return state
     return replace(state, graph=tidy(decompose(state.graph, channel_norms())))
+
+
+def _decompose(state: State) -> State:
+    rules = composites()
+    if state.facts.backend != "triton":
+        rules = {op: rule for op, rule in rules.items() if op not in channel_norms()}
+    return replace(state, graph=decompose(state.graph, rules))
 
 
 def _rereads(state: State) -> State:
@@ -234,7 +245,7 @@ PASSES: tuple[tuple[str, Callable[[State], State], str], ...] = (
     ("channel norms", _channel_norms, "batch and group norms in pieces: recompute sees into them"),
     ("rereads", _rereads, "the backward makes masks of what it reads, rather than read them, too"),
     ("recompute", _recompute, "whole steps: chooses what the backward saves; composites are whole"),
-    ("decompose", _graph_pass(decompose), "composites become pointwise and reduction nodes"),
+    ("decompose", _decompose, "composites become pointwise and reduction nodes"),
     ("tidy", _graph_pass(tidy), "the same of what decomposition left"),
     ("row sums", _sums, "sums along rows in closed form where there is one"),
     ("row statistics", _statistics, "log-probabilities are recomputed from saved row statistics"),
