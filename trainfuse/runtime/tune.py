@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, fx
 
 from trainfuse.capture import compat
 from trainfuse.codegen.choices import MODEL, Choice
@@ -26,6 +25,7 @@ from trainfuse.log import get_logger
 from trainfuse.runtime.cache import KernelCache
 from trainfuse.runtime.compile_worker import write_atomically
 from trainfuse.runtime.launch import GroupLauncher
+from trainfuse.runtime.stand_ins import stand_in, stand_ins
 
 _ROUNDS = 7
 _SHORT_US = 50.0
@@ -155,15 +155,20 @@ def _fastest(times: Mapping[Choice, float]) -> Choice:
 def _times(
     group: FusionGroup, launchers: Sequence[tuple[Choice, GroupLauncher]]
 ) -> dict[Choice, float]:
-    """Microseconds of each, taking turns; empty when there is nothing to compare or no room."""
+    """Microseconds of each, taking turns; empty when they can't be had.
+
+    Fewer than two, no room for the tensors, or indices whose range nobody knows.
+    """
     values = [node.meta["val"] for node in (*group.inputs, *group.outputs)]
     needed = sum(v.untyped_storage().nbytes() for v in values)
     device = values[-1].device
     if len(launchers) < 2 or 2 * needed > torch.cuda.mem_get_info(device)[0]:
         return {}
     random = torch.Generator(device).manual_seed(0)
-    inputs = [_stand_in(node, random) for node in group.inputs]
-    outputs = [_stand_in(node, random) for node in group.outputs]
+    inputs = stand_ins(group, random)
+    if inputs is None:
+        return {}
+    outputs = [stand_in(node, random) for node in group.outputs]
     times: dict[Choice, list[float]] = {choice: [] for choice, _ in launchers}
     for turn in range(_ROUNDS):
         for choice, launcher in launchers:
@@ -182,18 +187,6 @@ def _clock(run: Callable[[], None], repeats: int) -> float:
     end.record()
     end.synchronize()
     return start.elapsed_time(end) * 1e3 / repeats
-
-
-def _stand_in(node: fx.Node, random: torch.Generator) -> Tensor:
-    """A tensor like a node's value: noise, indices that are always in range, true masks."""
-    value: Tensor = node.meta["val"]
-    size = value.untyped_storage().nbytes() // value.dtype.itemsize
-    flat = torch.zeros(size, dtype=value.dtype, device=value.device)
-    if value.dtype.is_floating_point:
-        flat.normal_(generator=random)
-    elif value.dtype == torch.bool:
-        flat.fill_(True)
-    return flat.as_strided(value.shape, value.stride(), value.storage_offset())
 
 
 def _read(path: Path) -> Choice | None:
