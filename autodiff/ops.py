@@ -113,8 +113,12 @@ randint_like randperm normal_functional multinomial rrelu_with_noise_functional
 _HEAVY = """
 max_pool2d_with_indices max_pool2d_with_indices_backward avg_pool2d avg_pool2d_backward
 _adaptive_avg_pool2d _adaptive_avg_pool2d_backward upsample_nearest2d
-upsample_nearest2d_backward upsample_bilinear2d upsample_bilinear2d_backward cumsum sort topk
-sort.stable argmax argmin any any.dim all all.dim max.dim min.dim linalg_vector_norm prod
+upsample_nearest2d_backward upsample_bilinear2d upsample_bilinear2d_backward cumsum any any.dim all
+all.dim linalg_vector_norm prod
+"""
+# a second execution, of operands with another last bit, could choose another element
+_CHOICES = """
+sort sort.stable topk argmax argmin max.dim min.dim
 """
 
 
@@ -155,6 +159,7 @@ def _build() -> dict[str, OpRow]:
     put("native_dropout_backward", "pointwise", "cheap", "float")
     put(_RANDOM, "rng", "never")
     put(_HEAVY, "opaque", "expensive")
+    put(_CHOICES, "opaque", "never")
     # The mask is a pure function of the saved seed, so drawing it again is a cheap recompute;
     # the seed itself comes from the generator and may be drawn once only.
     put("seed", "rng", "never", namespace="trainfuse")

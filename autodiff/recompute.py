@@ -13,6 +13,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from . import ops
 from .duplication import duplicate
+from .exact import between, exact_pairs
 from .graph import TrainingGraph
 from .mincut import INFINITE, FlowNetwork
 from .reads import (
@@ -181,6 +182,9 @@ class _Problem:
         self.members = members
         self.lasting = self._find_lasting()
         self.written = {node for node in tg.output_nodes if isinstance(node, fx.Node)}
+        self.exact: dict[fx.Node, set[fx.Node]] = {}
+        for compared, made in exact_pairs(tg):
+            self.exact.setdefault(compared, set()).update(between(compared, made) & members)
         self._restrict()
 
     def _restrict(self) -> None:
@@ -243,6 +247,9 @@ class _Problem:
             for user in node.users:
                 if user in index:
                     network.add_edge(2 * i + 1, 2 * index[user], INFINITE)
+            for made in self.exact.get(node, ()):
+                if made in index:  # computed again, it is compared with what is made of it again
+                    network.add_edge(2 * index[made], 2 * i, INFINITE)
         reached = network.source_side(source, sink)
         assert reached is not None, "a value can be neither saved nor computed again"
         saved = [n for n, i in index.items() if 2 * i in reached and 2 * i + 1 not in reached]
@@ -260,7 +267,7 @@ class _Problem:
             return 0
         if ops.lookup(node.target).name == "trainfuse.keep_mask.default":
             return INFINITE  # the seed is saved instead
-        if node in self.tagged and not self._leaves_checkpoint(node):
+        if node in self.tagged and not self._leaves_checkpoint(node) and not self._is_kept(node):
             return INFINITE
         maker = node.args[0] if node.target is operator.getitem else node
         assert isinstance(maker, fx.Node)
@@ -287,6 +294,10 @@ class _Problem:
             and (not _must_recompute(user) or user.meta.get("ac_graph_id") != region)
             for user in node.users
         )
+
+    def _is_kept(self, node: fx.Node) -> bool:
+        """Whether a value is compared with something that its checkpoint doesn't make again."""
+        return not self.exact.get(node, set()) <= self.tagged
 
     def _again_cost(self, node: fx.Node, effort: Effort) -> int:
         """Price of computing a value again; INFINITE where that is wrong or forbidden."""

@@ -15,6 +15,7 @@ from dataclasses import replace
 from torch import fx
 
 from . import ops
+from .exact import made_once
 from .graph import TrainingGraph
 from .reads import fixed_readers, is_view, num_bytes, readers_of
 from .rewrite import GraphEdit
@@ -33,13 +34,13 @@ def reread_less(tg: TrainingGraph) -> TrainingGraph:
     """
     if not tg.nodes("backward"):
         return tg
-    stretches = _Stretches(tg)
+    stretches, once = _Stretches(tg), made_once(tg)
     chosen: list[tuple[fx.Node, tuple[fx.Node, ...], list[fx.Node]]] = []
     for value in tg.nodes("forward"):
-        if not _is_plain(value):
+        if not _is_plain(value) or value in once:
             continue
         for stretch, readers in stretches.readers(value):
-            chain = _chain(value, stretches.reads[stretch] - {value})
+            chain = _chain(value, stretches.reads[stretch] - {value}, once)
             if chain is not None:
                 chosen.append((value, chain, readers))
     if not chosen:
@@ -103,10 +104,13 @@ def _base(node: fx.Node) -> fx.Node:
     return node
 
 
-def _chain(value: fx.Node, read: Collection[fx.Node]) -> tuple[fx.Node, ...] | None:
+def _chain(
+    value: fx.Node, read: Collection[fx.Node], once: Collection[fx.Node]
+) -> tuple[fx.Node, ...] | None:
     """Nodes that make a value of `read` and of small tensors, in order; None if none do, or many.
 
     Something large must be among them: what is made of small tensors alone is recompute's business.
+    once: what may not be made again.
     """
     copied: dict[fx.Node, None] = {}
     size = num_bytes(value)
@@ -126,7 +130,9 @@ def _chain(value: fx.Node, read: Collection[fx.Node]) -> tuple[fx.Node, ...] | N
             elif base.op == "call_function" and ops.lookup(base.target).kind == "creation":
                 copied[base] = None
             elif num_bytes(base) > SMALL * size:
-                if base.op != "call_function" or not _is_plain(base) or not visit(base):
+                if base.op != "call_function" or not _is_plain(base) or base in once:
+                    return False
+                if not visit(base):
                     return False
             copied.update(dict.fromkeys(reversed(views)))
         copied[node] = None

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from torch import fx
 
 from autodiff import ops
+from autodiff.exact import made_once
 from autodiff.graph import Refusal
 from trainfuse.fusion.domains import infer
 from trainfuse.fusion.flow import Flow, is_view, sources
@@ -83,6 +84,7 @@ class _Assembly:
         self.flow = flow
         self.free = free
         self.options = options
+        self.once = made_once(flow.tg)
         taken = {node for unit in units for node in unit.members}
         lone = [Unit((node,)) for node in flow.compute if node not in taken]
         # Lone nodes are told from units of one node by standing after them.
@@ -147,7 +149,8 @@ class _Assembly:
             return tg.refuse("fusion", last, domain.reason)
         written = sorted(outputs, key=self.flow.position.__getitem__)
         phase = tg.phase(unit.members[0])
-        return FusionGroup("", phase, tuple(nodes), tuple(inputs), tuple(written), domain)
+        exact = not self.once.isdisjoint(nodes)
+        return FusionGroup("", phase, tuple(nodes), tuple(inputs), tuple(written), domain, exact)
 
     def needed_views(self, items: Iterable[Item]) -> list[fx.Node]:
         """Views that something outside the group of their tensor reads."""

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from torch import fx
 
 from autodiff import ops
+from autodiff.exact import made_once
 from trainfuse.fusion.flow import Flow, value_bytes
 
 # Nodes that are made again for one reader, and the part of the old traffic that the new may take.
@@ -64,6 +65,7 @@ class _Borrowing:
     def __init__(self, units: Units) -> None:
         self.units = units
         flow = units.flow
+        self.once = made_once(flow.tg)
         self.effects = [i for i, node in enumerate(flow.compute) if ops.is_effect(node)]
         self.loaders: dict[fx.Node, set[int | None]] = {node: {None} for node in flow.escapes}
         for unit in units.members:
@@ -112,7 +114,7 @@ class _Borrowing:
         """Let the target make these values itself, if it can and it pays."""
         units = self.units
         kept = {v for v in units.members[source] if self.loaders.get(v, set()) - {target}}
-        made = _chain(units, source, passed, kept)
+        made = _chain(units, source, passed, kept, self.once)
         if made is None:
             return False
         copied, leaves = made
@@ -131,12 +133,16 @@ class _Borrowing:
 
 
 def _chain(
-    units: Units, source: int, passed: Sequence[fx.Node], kept: Collection[fx.Node]
+    units: Units,
+    source: int,
+    passed: Sequence[fx.Node],
+    kept: Collection[fx.Node],
+    once: Collection[fx.Node],
 ) -> tuple[list[fx.Node], list[fx.Node]] | None:
     """The nodes of a unit that make some of its values, and what in memory they are made of.
 
-    None when a reduction stands in between, or too many nodes. kept: values of the unit that are
-    in memory whatever happens.
+    None when a reduction stands in between, a value of `once`, which may not be made again, or too
+    many nodes. kept: values of the unit that are in memory whatever happens.
     """
     inside = units.inside(source)
     copied: dict[fx.Node, None] = {}
@@ -147,7 +153,7 @@ def _chain(
         if node in copied:
             continue
         row = ops.lookup(node.target)
-        if row.kind != "pointwise" and row.name != KEEP_MASK:
+        if node in once or (row.kind != "pointwise" and row.name != KEEP_MASK):
             return None
         copied[node] = None
         for read in units.flow.reads[node]:

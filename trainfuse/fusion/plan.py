@@ -17,7 +17,8 @@ class FusionGroup:
     nodes: in topological order, views between them included; a cheap one (a cast, a mask) may
     stand in several groups. inputs: every value read from outside, in order of first use; a view
     of an outside value is an input with its own strides. outputs: nodes of the group that are
-    read outside it; never views.
+    read outside it; never views. exact: a node is compared with what is made of it, so that each
+    of its computations must have the same result: products and sums round apart.
     """
 
     name: str
@@ -26,6 +27,7 @@ class FusionGroup:
     inputs: tuple[fx.Node, ...]
     outputs: tuple[fx.Node, ...]
     domain: Domain
+    exact: bool = False
 
 
 @dataclass(frozen=True, slots=True)

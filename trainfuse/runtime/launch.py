@@ -141,7 +141,7 @@ class GroupLauncher:
                 launch.grid,
                 launch.num_warps,
                 launch.num_stages,
-                fma,
+                fma and not group.exact,
             )
             self._launches.append((function, order))
 

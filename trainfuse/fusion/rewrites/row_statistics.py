@@ -13,12 +13,13 @@ bytes are held across the phases than before.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 
 from torch import fx
 
 from autodiff import ops
+from autodiff.exact import made_once
 from autodiff.graph import TrainingGraph
 from autodiff.rewrite import GraphEdit
 from trainfuse.fusion.flow import Flow, is_creation, is_view, root, value_bytes
@@ -46,9 +47,10 @@ def recompute_from_statistics(tg: TrainingGraph) -> TrainingGraph:
     """
     flow = Flow(tg)
     chosen: list[tuple[fx.Node, _Again]] = []
-    pinned: set[fx.Node] = set()  # read by a copy, so they stay saved
+    once = made_once(tg)
+    pinned = set(once)  # read by a copy, or in an equality: they stay saved
     for value in reversed(flow.compute):
-        again = None if value in pinned else _cheaper(flow, value)
+        again = None if value in pinned else _cheaper(flow, value, once)
         if again is not None:
             chosen.append((value, again))
             pinned.update(again.leaves)
@@ -79,7 +81,7 @@ def _in_memory(flow: Flow, node: fx.Node) -> bool:
     )
 
 
-def _cheaper(flow: Flow, value: fx.Node) -> _Again | None:
+def _cheaper(flow: Flow, value: fx.Node, once: Collection[fx.Node]) -> _Again | None:
     """How to compute a saved value again, if that moves fewer bytes and holds no more."""
     readers = flow.readers.get(value, ())
     late = [reader for reader in readers if flow.tg.phase(reader) == "backward"]
@@ -90,7 +92,7 @@ def _cheaper(flow: Flow, value: fx.Node) -> _Again | None:
         or len(late) != 1  # several kernels would each compute it, or one write it for the rest
     ):
         return None
-    again = _chain(flow, value)
+    again = _chain(flow, value, once)
     if again is None:
         return None
     moved = held = 0
@@ -104,7 +106,7 @@ def _cheaper(flow: Flow, value: fx.Node) -> _Again | None:
     return again if pays else None
 
 
-def _chain(flow: Flow, value: fx.Node) -> _Again | None:
+def _chain(flow: Flow, value: fx.Node, once: Collection[fx.Node]) -> _Again | None:
     """The pointwise nodes above a value down to what is in memory or reduced; None if too long."""
     copied: dict[fx.Node, None] = {}
     leaves: dict[fx.Node, None] = {}
@@ -115,7 +117,10 @@ def _chain(flow: Flow, value: fx.Node) -> _Again | None:
             if is_creation(top):
                 copied[top] = None
             elif (
-                _kind(top) == "pointwise" and not _in_memory(flow, top) and not _crosses(flow, top)
+                _kind(top) == "pointwise"
+                and top not in once
+                and not _in_memory(flow, top)
+                and not _crosses(flow, top)
             ):
                 if not visit(top):
                     return False
