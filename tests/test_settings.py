@@ -284,6 +284,7 @@ def test_the_threshold_of_subgraphs() -> None:
     assert Settings(single_node=True, min_subgraph_nodes=5).threshold == 5
 
 
+@pytest.mark.covers("B switches, more")
 def test_fuser_nests_and_restores() -> None:
     with fuser("eager"):
         assert current().chosen_backend == "eager"
@@ -297,6 +298,7 @@ def test_fuser_nests_and_restores() -> None:
         pass
 
 
+@pytest.mark.covers("B switches")
 def test_fuser_triton_needs_a_gpu_or_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     monkeypatch.setenv("TRITON_INTERPRET", "1")
@@ -307,6 +309,7 @@ def test_fuser_triton_needs_a_gpu_or_the_interpreter(monkeypatch: pytest.MonkeyP
         pass
 
 
+@pytest.mark.covers("B switches, more")
 def test_skip_op_sets_and_returns_what_was() -> None:
     assert skip_op("aten.add", True) is False
     assert skip_op("aten::add.Tensor", True) is True

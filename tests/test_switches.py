@@ -81,6 +81,7 @@ def test_whole_step_off_runs_regions() -> None:
     assert "whole_step" in without.capture_reason
 
 
+@pytest.mark.covers("B switches")
 def test_skip_op_keeps_an_operator_aten_in_both_phases() -> None:
     _, step, x = make_step()
     fused = ops(explained(x, step))
@@ -101,6 +102,7 @@ def test_fuse_first_leaves_later_groups_aten() -> None:
         assert len(explained(x, step, fuse_first=count).groups) == count
 
 
+@pytest.mark.covers("B switches")
 @pytest.mark.parametrize(
     ("options", "groups"),
     [({}, 0), ({"single_node": True}, 1), ({"single_node": True, "min_subgraph_nodes": 5}, 0)],
@@ -123,6 +125,7 @@ def test_single_node_and_the_threshold(options: dict[str, Any], groups: int) -> 
     assert explanation.count("forward") == groups
 
 
+@pytest.mark.covers("B switches")
 def test_horizontal_joins_siblings() -> None:
     def siblings(x: Tensor) -> tuple[Tensor, Tensor]:
         return x * 0.5, x + 1
@@ -138,6 +141,7 @@ def test_horizontal_joins_siblings() -> None:
     assert groups == {True: 1, False: 0}
 
 
+@pytest.mark.covers("B switches")
 def test_strict_fusion_names_the_operator() -> None:
     def forward(x: Tensor) -> Tensor:
         return x.exp().cumsum(0).log()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import fx
@@ -168,6 +169,7 @@ def test_equal_literals_of_different_type_are_not_joined() -> None:
     assert not torch.signbit(ours[3]).any()
 
 
+@pytest.mark.covers("G18")
 def test_random_draws_are_neither_joined_nor_reordered() -> None:
     b = Builder()
     x = b.input(64)

@@ -123,6 +123,7 @@ def distance(value: Tensor, exact: Tensor) -> float:
     return (value.double() - exact.double()).abs().max().item()
 
 
+@pytest.mark.covers("A27")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", NAMES)
 def test_no_less_exact_than_aten(name: str, dtype: torch.dtype) -> None:

@@ -83,6 +83,7 @@ def gradients(model: Callable[[Tensor], Tensor], x: Tensor, wrt: list[Tensor]) -
     return [output.detach(), *torch.autograd.grad(output, [x, *wrt], torch.randn_like(output))]
 
 
+@pytest.mark.covers("D2")
 def test_transformer_gradients_and_saved_bytes() -> None:
     model = nn.Sequential(Block(), Block())
     x = torch.randn(2, 8, 32, requires_grad=True)

@@ -24,6 +24,7 @@ from autodiff.subgraphs import Slices, producers
 aten: Any = torch.ops.aten
 
 
+@pytest.mark.covers("A1")
 def test_01_chain() -> None:
     b = Builder()
     one = o(b, b.input())
@@ -33,6 +34,7 @@ def test_01_chain() -> None:
     assert slices.subgraphs[0].nodes == (one, two)
 
 
+@pytest.mark.covers("A2")
 def test_02_beside_an_opaque_node() -> None:
     b = Builder()
     x = b.input()
@@ -44,6 +46,7 @@ def test_02_beside_an_opaque_node() -> None:
     assert "aten.cumsum.default" in refusal.reason
 
 
+@pytest.mark.covers("A3")
 def test_03_unrelated_pair_and_pair_sharing_an_input() -> None:
     b = Builder()
     assert len(cut(b, o(b, b.input()), o(b, b.input())).subgraphs) == 2
@@ -53,6 +56,7 @@ def test_03_unrelated_pair_and_pair_sharing_an_input() -> None:
     assert len(slices.subgraphs) == 2
 
 
+@pytest.mark.covers("A4")
 def test_04_diamond() -> None:
     b = Builder()
     top = o(b, b.input())
@@ -62,6 +66,7 @@ def test_04_diamond() -> None:
     assert slices.subgraphs[0].executed == 4
 
 
+@pytest.mark.covers("A5")
 def test_05_two_splits_added_crosswise() -> None:
     b = Builder()
     parts = []
@@ -74,6 +79,7 @@ def test_05_two_splits_added_crosswise() -> None:
     assert len(slices.subgraphs) == 1
 
 
+@pytest.mark.covers("A6")
 def test_06_opaque_between_and_a_chain() -> None:
     b = Builder()
     x, y = b.input(), b.input()
@@ -91,6 +97,7 @@ def test_06_opaque_between_and_a_chain() -> None:
     assert len(cut(b, after, o(b, o(b, b.input()))).subgraphs) == 3
 
 
+@pytest.mark.covers("A7", "A8")
 @pytest.mark.parametrize("reads_producer", [True, False])
 def test_07_08_independent_opaque_node_in_the_way(reads_producer: bool) -> None:
     b = Builder()
@@ -103,6 +110,7 @@ def test_07_08_independent_opaque_node_in_the_way(reads_producer: bool) -> None:
     assert slices.subgraphs[0].nodes == (producer, consumer)
 
 
+@pytest.mark.covers("A9")
 def test_09_nothing_merges_across_a_barrier() -> None:
     b = Builder()
     one = o(b, b.input())
@@ -116,6 +124,7 @@ def test_09_nothing_merges_across_a_barrier() -> None:
     assert owners(walled, [one])[0] != owners(walled, [two])[0]
 
 
+@pytest.mark.covers("A12")
 def test_12_only_views_returned() -> None:
     b = Builder()
     x = b.input(4, 6)
@@ -123,6 +132,7 @@ def test_12_only_views_returned() -> None:
     assert cut(b, y).subgraphs == ()
 
 
+@pytest.mark.covers("A13")
 @pytest.mark.parametrize("length", range(1, 7))
 @pytest.mark.parametrize("threshold", [1, 2, 5])
 @pytest.mark.parametrize("horizontal", [True, False])
@@ -180,6 +190,7 @@ def lstm_cell(*values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.sigmoid(out) * torch.tanh(c), c
 
 
+@pytest.mark.covers("A26")
 def test_26_lstm_cell_is_one_subgraph() -> None:
     shapes = [(3, 5), (3, 4), (3, 4), (5, 16), (4, 16), (16,)]
     tg = training_graph(lstm_cell, [torch.randn(shape) for shape in shapes], range(6))

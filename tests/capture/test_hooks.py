@@ -43,6 +43,7 @@ HOOKS = {
 }
 
 
+@pytest.mark.covers("C1", "S hooks")
 @pytest.mark.parametrize("added_at", [0, 2])
 @pytest.mark.parametrize("kind", HOOKS)
 def test_a_hook_is_run_and_gone_when_removed(kind, added_at):
@@ -88,6 +89,7 @@ def test_optimizers_that_step_in_hooks():
     assert "gradient hook" in reasons(step)
 
 
+@pytest.mark.covers("C1", "S hooks")
 def test_a_hook_on_an_input_of_a_later_call():
     def scenario(compile_):
         model, calls = small_model(), []

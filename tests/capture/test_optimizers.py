@@ -70,6 +70,7 @@ def test_template_is_torchs_update(name: str) -> None:
             assert ours_state[key].dtype == value.dtype
 
 
+@pytest.mark.covers("C5")
 @pytest.mark.parametrize("name", ["sgd-momentum", "sgd-nesterov", "adam-l2-amsgrad", "adamw"])
 def test_one_cycle_moves_betas_and_momentum(name: str) -> None:
     """OneCycleLR changes beta1, or the momentum, at every step: one template follows it."""

@@ -158,7 +158,7 @@ def _line(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [text for text in texts if "differentiated again" in text]
 
 
-@pytest.mark.covers("G20")
+@pytest.mark.covers("G20", "S second order")
 @pytest.mark.skipif(not WHOLE, reason="this torch traces no create_graph")
 @pytest.mark.parametrize(
     ("name", "backend"),
@@ -343,7 +343,7 @@ def test_a_plain_gradient_costs_no_region(caplog):
     assert len(compiled.plans) == 2
 
 
-@pytest.mark.covers("G21")
+@pytest.mark.covers("G21", "S retain")
 def test_backward_twice_after_a_plain_one():
     """G21: the first backward may not spoil, or forbid, what a later one reads again."""
 

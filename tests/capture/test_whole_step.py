@@ -129,6 +129,7 @@ def test_new_shapes_modes_and_frozen_layers_make_new_plans(recorder) -> None:
     assert len(recorder.captured) == 5
 
 
+@pytest.mark.covers("C5")
 def test_a_schedule_of_learning_rates_takes_one_plan(recorder) -> None:
     ours, theirs, opt, ref = pair()
     schedulers = [torch.optim.lr_scheduler.CosineAnnealingLR(o, 6) for o in (opt, ref)]

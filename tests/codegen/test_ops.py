@@ -151,6 +151,7 @@ def taken(dtype: torch.dtype) -> list[str]:
     return found
 
 
+@pytest.mark.covers("A27")
 def test_the_table_covers_every_pointwise_row() -> None:
     pointwise = {
         name.removesuffix(".default") for name, row in TABLE.items() if row.kind == "pointwise"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from codegen_support import check, trace
 from hypothesis import HealthCheck, given, settings
@@ -92,6 +93,7 @@ def broadcasts(fn: Callable[..., Any], inputs: list[Tensor]) -> bool:
     suppress_health_check=[HealthCheck.filter_too_much, HealthCheck.too_slow],
 )
 @given(programs(), st.integers(0, 2**16))
+@pytest.mark.covers("B outputs")
 def test_random_graphs(program: Program, seed: int) -> None:
     fn, shapes = program
     generator = torch.Generator().manual_seed(seed)

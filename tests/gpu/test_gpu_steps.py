@@ -189,6 +189,7 @@ def test_changed_requires_grad(pair):
     assert not torch.equal(pair.models[0][0].weight, still)
 
 
+@pytest.mark.covers("B CUDA graph", "U4")
 def test_a_hundred_replays_draw_a_hundred_masks():
     model = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5)).cuda()
     nn.init.zeros_(model[0].weight)
@@ -221,6 +222,7 @@ def test_a_hundred_replays_draw_a_hundred_masks():
     plain.close()
 
 
+@pytest.mark.covers("U5")
 def test_kept_losses_keep_their_values(pair):
     losses, copies = [], []
     for _ in range(20):

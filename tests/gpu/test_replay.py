@@ -225,6 +225,7 @@ def graph_bytes() -> int:
     return sum(s["total_size"] for s in segments if tuple(s["segment_pool_id"]) != (0, 0))
 
 
+@pytest.mark.covers("U1")
 def test_plans_of_many_sizes_share_one_pool() -> None:
     """Temporaries of all plans live in those of the largest: two at a time."""
 

@@ -114,6 +114,7 @@ def test_an_index_that_is_no_column(classes):
     step.close()
 
 
+@pytest.mark.covers("G4")
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, of 1 / 0 in the interpreter
 def test_ignored_rows_have_no_gradient():
     """Exactly 0 in every column, and a batch that is ignored whole is NaN, as in ATen."""

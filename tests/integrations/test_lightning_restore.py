@@ -117,6 +117,7 @@ def test_nothing_is_on_the_module_between_batches_or_after() -> None:
     fresh().load_state_dict(module.state_dict(), strict=True)
 
 
+@pytest.mark.covers("L10")
 def test_copies_and_pickles_during_a_fit_are_plain() -> None:
     copies: list[Any] = []
 

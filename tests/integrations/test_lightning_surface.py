@@ -133,6 +133,7 @@ class Memory(pl_loggers.Logger):
         pass
 
 
+@pytest.mark.covers("L6")
 def test_every_way_of_logging() -> None:
     seen = {}
     for name, callbacks in {"plain": [], "fused": [fusion()]}.items():

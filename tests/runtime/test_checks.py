@@ -325,6 +325,7 @@ def growing() -> Iterator[Tensor]:
         yield scale * torch.ones(5, 4)
 
 
+@pytest.mark.covers("T2")
 def test_a_nan_of_ours_is_traced_to_its_kernel_and_the_step_done_right(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -60,6 +60,7 @@ def test_a_good_kernel_passes_and_is_gated_once(tmp_path: Path) -> None:
     assert "forward_0(" in plan.source
 
 
+@pytest.mark.covers("T6")
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize("mutates", [(), (1,)], ids=["output", "in place"])
 def test_a_faulty_kernel_is_quarantined_with_eagers_result(
