@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -16,7 +18,28 @@ Make = Callable[[], Training]
 Loss = Callable[..., torch.Tensor]
 
 
-def _training(
+_MIXED: ContextVar[bool] = ContextVar("mixed", default=False)
+
+
+@contextlib.contextmanager
+def mixed_precision() -> Iterator[None]:
+    """Trainings that are built inside run their forward and loss under bf16 autocast."""
+    token = _MIXED.set(True)
+    try:
+        yield
+    finally:
+        _MIXED.reset(token)
+
+
+def _in_bf16(loss_of: Loss, device: str) -> Loss:
+    def mixed(model: nn.Module, *batch: torch.Tensor) -> torch.Tensor:
+        with torch.autocast(device, dtype=torch.bfloat16):
+            return loss_of(model, *batch)
+
+    return mixed
+
+
+def training(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     loss_of: Loss,
@@ -25,6 +48,8 @@ def _training(
     clip: float | None = None,
 ) -> Training:
     """The ordinary step: zero_grad, forward, backward, optional clipping, update."""
+    if _MIXED.get():
+        loss_of = _in_bf16(loss_of, device)
 
     def step(*batch: torch.Tensor) -> torch.Tensor:
         optimizer.zero_grad()
@@ -38,12 +63,12 @@ def _training(
     return Training(step, model, [tuple(t.to(device) for t in batch) for batch in batches])
 
 
-def _classify(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+def classify(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     logits = model(x)
     return functional.cross_entropy(logits.flatten(0, -2), y.flatten())
 
 
-def _sgd(model: nn.Module, lr: float, **options: Any) -> torch.optim.Optimizer:
+def sgd(model: nn.Module, lr: float, **options: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=lr, **options)
 
 
@@ -56,8 +81,8 @@ def mlp(device: str) -> Training:
     model = nn.Sequential(
         nn.Linear(13, 19), nn.GELU(), nn.Linear(19, 17), nn.ReLU(), nn.Linear(17, 5)
     ).to(device)
-    optimizer = _sgd(model, 0.5, momentum=0.9, nesterov=True, weight_decay=1e-2)
-    return _training(model, optimizer, _classify, _vectors(3, 7, 13, 5), device)
+    optimizer = sgd(model, 0.5, momentum=0.9, nesterov=True, weight_decay=1e-2)
+    return training(model, optimizer, classify, _vectors(3, 7, 13, 5), device)
 
 
 def block(device: str, dropout: float = 0.1, attention_dropout: bool = True) -> Training:
@@ -71,7 +96,7 @@ def block(device: str, dropout: float = 0.1, attention_dropout: bool = True) -> 
     def loss_of(model: nn.Module, x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         return functional.mse_loss(model(x), target)
 
-    return _training(model, optimizer, loss_of, batches, device)
+    return training(model, optimizer, loss_of, batches, device)
 
 
 def block_gpu(device: str) -> Training:
@@ -113,7 +138,7 @@ def gpt(device: str) -> Training:
     model = TinyGPT().to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, betas=(0.9, 0.95), weight_decay=0.1)
     batches = [(torch.randint(11, (2, 6)), torch.randint(11, (2, 6))) for _ in range(3)]
-    return _training(model, optimizer, _classify, batches, device)
+    return training(model, optimizer, classify, batches, device)
 
 
 def convnet(device: str) -> Training:
@@ -128,7 +153,7 @@ def convnet(device: str) -> Training:
         nn.Linear(5 * 3 * 3, 3),
     ).to(device)
     batches = [(torch.randn(6, 2, 6, 6), torch.randint(3, (6,))) for _ in range(3)]
-    return _training(model, _sgd(model, 0.2, momentum=0.9), _classify, batches, device)
+    return training(model, sgd(model, 0.2, momentum=0.9), classify, batches, device)
 
 
 class Recurrent(nn.Module):
@@ -150,9 +175,7 @@ def lstm(device: str) -> Training:
     """A model around nn.LSTM."""
     model = Recurrent().to(device)
     batches = [(torch.randn(3, 4, 5), torch.randint(3, (3,))) for _ in range(3)]
-    return _training(
-        model, torch.optim.Adam(model.parameters(), lr=2e-2), _classify, batches, device
-    )
+    return training(model, torch.optim.Adam(model.parameters(), lr=2e-2), classify, batches, device)
 
 
 class Partial(nn.Module):
@@ -175,15 +198,15 @@ class Partial(nn.Module):
 def partial(device: str) -> Training:
     """Unused and frozen parameters keep a gradient of None."""
     model = Partial().to(device)
-    return _training(model, _sgd(model, 0.5), _classify, _vectors(3, 6, 9, 4), device)
+    return training(model, sgd(model, 0.5), classify, _vectors(3, 6, 9, 4), device)
 
 
 def clipped(device: str) -> Training:
     """Gradient clipping inside the step, at a norm that does clip."""
     model = nn.Sequential(nn.Linear(9, 15), nn.Tanh(), nn.LayerNorm(15), nn.Linear(15, 4))
     model = model.to(device)
-    optimizer = _sgd(model, 1.0, momentum=0.9)
-    return _training(model, optimizer, _classify, _vectors(3, 6, 9, 4), device, clip=0.1)
+    optimizer = sgd(model, 1.0, momentum=0.9)
+    return training(model, optimizer, classify, _vectors(3, 6, 9, 4), device, clip=0.1)
 
 
 def autocast(device: str) -> Training:
@@ -198,7 +221,7 @@ def autocast(device: str) -> Training:
         return 33 * functional.mse_loss(out.float(), target)
 
     batches = [(torch.randn(32, 24), torch.rand(32, 33)) for _ in range(3)]
-    return _training(model, _sgd(model, 0.5), loss_of, batches, device)
+    return training(model, sgd(model, 0.5), loss_of, batches, device)
 
 
 CASES: dict[str, Callable[[str], Training]] = {

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from torch import nn
+
 import trainfuse
 from trainfuse.capture import compat
 from trainfuse.testing import Step, Training
@@ -25,8 +27,10 @@ class Compiler:
             step = trainfuse.compile(training.step, backend=self.backend, **self.options)
             self.steps.append(step)
             return step
-        trainfuse.compile(training.model, backend=self.backend, **self.options)
-        self.steps.append(compat.compiled_call(training.model))
+        model = training.model
+        for part in model.values() if isinstance(model, nn.ModuleDict) else [model]:
+            trainfuse.compile(part, backend=self.backend, **self.options)
+            self.steps.append(compat.compiled_call(part))
         return training.step
 
     def check(self) -> None:
