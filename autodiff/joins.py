@@ -7,6 +7,7 @@ also sums it for a bias gradient; ATen's copy kernels write and read it apart.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -66,7 +67,7 @@ def cat(tensors: Sequence[Tensor], dim: int = 0) -> Any:
 def scatter_add(base: Tensor, dim: int, index: Tensor, source: Tensor) -> Any:
     """aten.scatter_add of one element a row, as the backward of a gather: added where it belongs.
 
-    An index that is no place of the row, for which ATen stops the program, adds nothing.
+    An index that is no place of the row, for which ATen stops the program, makes the first one NaN.
     """
     rank = base.dim()
     if rank == 0 or not base.is_floating_point():
@@ -76,10 +77,12 @@ def scatter_add(base: Tensor, dim: int, index: Tensor, source: Tensor) -> Any:
     if not (known_equal(list(index.shape), thin) and known_equal(list(source.shape), thin)):
         return NotImplemented
     size = base.shape[dim]
+    inside = (index >= 0) & (index < size)
     # compared in 32 bits: 64 take twice the arithmetic of each element
-    place = torch.where((index >= 0) & (index < size), index, -1).to(torch.int32)
+    place = torch.where(inside, index, 0).to(torch.int32)
+    added = source.masked_fill(~inside, math.nan)
     columns = _numbers(size, dim, rank, base.device).to(torch.int32)
-    return base + torch.where(place == columns, source, 0.0)
+    return base + torch.where(place == columns, added, 0.0)
 
 
 def joins() -> dict[Any, Any]:

@@ -46,6 +46,21 @@ def test_select_scatter(index: int) -> None:
     assert torch.equal(result, torch.select_scatter(base, piece, 1, index))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_scatter_add_of_one_element_a_row(dtype: torch.dtype) -> None:
+    """ATen's sum; a row whose index is none of its places shows that, where ATen would stop."""
+    base, source = torch.randn(6, 50).to(dtype), torch.randn(6, 1).to(dtype)
+    index = torch.randint(50, (6, 1))
+    scatter = torch.ops.aten.scatter_add.default
+    graph = decompose(captured(lambda b, i, s: scatter(b, 1, i, s), base, index, source))
+    assert all(node.target is not scatter for node in graph.nodes())
+    (result,) = graph.gm(base, index, source)
+    assert torch.equal(result, scatter(base, 1, index, source))
+    index[1], index[3] = 50, -1
+    (result,) = graph.gm(base, index, source)
+    assert result.isnan().any(1).tolist() == [False, True, False, True, False, False]
+
+
 def test_what_does_not_pay_stays_aten() -> None:
     """Unequal pieces, too many of them, and results so small that a launch is all they cost."""
     cat = torch.ops.aten.cat.default

@@ -114,6 +114,32 @@ def test_an_index_that_is_no_column(classes):
     step.close()
 
 
+@pytest.mark.parametrize(("shape", "dim"), [((7, 30), 1), ((300, 7), 0), ((3, 40000), 1)])
+def test_an_index_that_is_no_place_of_an_axis(shape, dim):
+    """However a kernel walks the axis: NaN, in the gradient too, and the other rows are right."""
+    step = trainfuse.compile(
+        lambda x, i: (torch.tanh(x) * 2).gather(dim, i) + 0.25,
+        backend="triton",
+        whole_step=False,
+        verify="off",
+    )
+    rows = torch.Size([1 if axis == dim else size for axis, size in enumerate(shape)])
+    index = torch.randint(shape[dim], rows)
+    index.view(-1)[0], index.view(-1)[1] = shape[dim], -1
+    bad = torch.arange(rows.numel()).view(rows) < 2
+    x = torch.randn(shape, requires_grad=True)
+    out = step(x, index)
+    assert torch.equal(out.isnan(), bad)
+    (gradient,) = torch.autograd.grad(out, x, torch.ones(rows))
+    assert torch.equal(gradient.isnan().any(dim, keepdim=True), bad)
+    valid = torch.where(bad, 0, index)
+    wanted = (torch.tanh(x) * 2).gather(dim, valid) + 0.25
+    torch.testing.assert_close(out[~bad], wanted[~bad])
+    (exact,) = torch.autograd.grad(wanted, x, torch.where(bad, 0.0, 1.0))
+    torch.testing.assert_close(torch.where(bad, 0.0, gradient), torch.where(bad, 0.0, exact))
+    assert all(plan.plan.program.groups for plan in step.plans)
+
+
 @pytest.mark.covers("G4")
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, of 1 / 0 in the interpreter
 def test_ignored_rows_have_no_gradient():

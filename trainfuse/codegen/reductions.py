@@ -91,21 +91,42 @@ def parse(node: fx.Node, domain: Domain) -> Reduction:
     return Reduction(node, op, source, domain.extent(domain.reduced[node]), compute_dtype(dtype))
 
 
-def operand(builder: Builder, red: Reduction, axis: str) -> tuple[Value, list[str]]:
-    """The reduced value and its text in each segment, cast, and selected for a gather."""
+def operand(
+    builder: Builder, red: Reduction, axis: str, *, poisons: bool = False
+) -> tuple[Value, list[str]]:
+    """The reduced value and its text in each segment, cast, and selected for a gather.
+
+    poisons: what a gather leaves out is NaN where its index is out of range, so that sums tell.
+    """
     value = builder.value(red.source)
     count = builder.segments(value.deps | {axis})
     texts = [cast(builder.text(value, index), value.dtype, red.dtype) for index in range(count)]
     if red.op == "pick":
         picked = builder.value(red.node.args[2])  # type: ignore[arg-type]  # gather's index
         column = [builder.segment(axis, index).index for index in range(count)]
+        others = [red.identity] * count
+        if poisons:
+            others = [_other(builder, red, axis, i, builder.text(picked, i)) for i in range(count)]
         texts = [
-            f"tl.where({at} == {builder.text(picked, i)}, {text}, {red.identity})"
+            f"tl.where({at} == {builder.text(picked, i)}, {text}, {others[i]})"
             for i, (at, text) in enumerate(zip(column, texts, strict=True))
         ]
         deps = value.deps | picked.deps | {axis}
         value = Value(value.names, deps, max(value.depth, picked.depth), red.dtype)
     return value, texts
+
+
+def _other(builder: Builder, red: Reduction, axis: str, index: int, at: str) -> str:
+    """What the elements hold that a gather doesn't pick: 0, or NaN where it could pick none."""
+    name = f"{builder.name_of(red.node)}{builder.suffix}_other{index or ''}"
+    builder.note(name, f'tl.where({_inside(builder, axis, at)}, {red.identity}, float("nan"))')
+    return name
+
+
+def _inside(builder: Builder, axis: str, at: str) -> str:
+    """Whether a gather's index is a column: where it is none ATen would stop the program."""
+    width = builder.sizes.get(builder.tile[axis].size, builder.tile[axis].size)
+    return f"({at} >= 0) & ({at} < {width})"
 
 
 def shape_text(builder: Builder, index: int, deps: frozenset[str]) -> str:
@@ -185,10 +206,9 @@ def whole_row(builder: Builder, red: Reduction, axis: str, parts: Sequence[str])
 
 
 def checked_pick(builder: Builder, red: Reduction, axis: str, text: str) -> str:
-    """A picked element, NaN where the index is no column: ATen would stop the program."""
+    """A picked element, NaN where the index is no column."""
     at = builder.value(red.node.args[2]).names[0]  # type: ignore[arg-type]  # gather's index
-    width = builder.sizes.get(builder.tile[axis].size, builder.tile[axis].size)
-    return f'tl.where(({at} >= 0) & ({at} < {width}), {text}, float("nan"))'
+    return f'tl.where({_inside(builder, axis, at)}, {text}, float("nan"))'
 
 
 def join_parts(red: Reduction, parts: Sequence[str]) -> str:
@@ -303,7 +323,7 @@ def accumulate(
     own.
     """
     red = acc.red
-    value, texts = operand(builder, red, acc.axes[-1])
+    value, texts = operand(builder, red, acc.axes[-1], poisons=True)
     for index in range(builder.segments(acc.deps)):
         text = texts[index if len(texts) > 1 else 0]
         names = acc.names(builder, index) if into is None else into[index]
