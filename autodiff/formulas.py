@@ -235,7 +235,8 @@ def nll_loss_backward(
         g = g / _work(total_weight)
     at_target = -g if weight is None else -g * _work(weight)
     # Compared in 32 bits, which hold every class: 64 take twice the arithmetic of each element.
-    place = torch.where(_is_counted(x, target, ignore_index), target, -1).to(torch.int32)
+    # Narrowed before the choice: compilers see through a cast of the choice, and compare 64.
+    place = torch.where(_is_counted(x, target, ignore_index), target.to(torch.int32), -1)
     classes = torch.arange(x.shape[1], dtype=torch.int32, device=x.device)
     return torch.where(place.unsqueeze(1) == classes, at_target, 0.0).to(x.dtype)
 

@@ -13,6 +13,7 @@ from torch import fx
 
 from autodiff.ops import lookup, op_name
 from trainfuse.codegen import lookups, sources
+from trainfuse.codegen.coarse import coarse_nodes
 from trainfuse.codegen.ir import ArgRef, Define, Load, Map, Statement, Store
 from trainfuse.codegen.scalars import (
     HALF,
@@ -73,6 +74,7 @@ class Builder:
         self.sizes: dict[int, str] = {}
         self.inputs = {node: index for index, node in enumerate(group.inputs)}
         self.wide = wide(group)
+        self.coarse = coarse_nodes(group.nodes, group.outputs)
 
     # Scopes.
 
@@ -233,12 +235,15 @@ class Builder:
             used[operand] = None
             return "x"
 
-        expression(node, note)
+        coarse = node in self.coarse
+        expression(node, note, coarse=coarse)
         operands = {operand: self.value(operand) for operand in used}
         deps = frozenset[str]().union(*(value.deps for value in operands.values()))
         dtype = compute_dtype(node.meta["val"].dtype)
         texts = [
-            expression(node, lambda operand, i=index: self.text(operands[operand], i))
+            expression(
+                node, lambda operand, i=index: self.text(operands[operand], i), coarse=coarse
+            )
             for index in range(self.segments(deps))
         ]
         if len(operands) == 1:

@@ -62,7 +62,7 @@ def _erfc(x: Any) -> Any:
     return np.vectorize(math.erfc, otypes=[float])(x)
 
 
-exp = _elementwise(np.exp)
+exp = fast_expf = _elementwise(np.exp)
 exp2 = _elementwise(np.exp2)
 expm1 = _elementwise(np.expm1)
 log = _elementwise(np.log)

@@ -135,14 +135,14 @@ def row_keys(args: Args) -> str:
 
 def gelu(args: Args) -> str:
     if args.number("approximate") == "tanh":
-        return "lib.gelu_tanh({self})".format_map(args)
+        return "lib.gelu_tanh({self}, {coarse})".format_map(args)
     return "0.5 * {self} * (1.0 + libdevice.erf({self} * 0.7071067811865476))".format_map(args)
 
 
 def gelu_backward(args: Args) -> str:
     if args.number("approximate") == "tanh":
-        return "{grad_output} * lib.gelu_tanh_slope({self})".format_map(args)
-    return "{grad_output} * lib.gelu_slope({self})".format_map(args)
+        return "{grad_output} * lib.gelu_tanh_slope({self}, {coarse})".format_map(args)
+    return "{grad_output} * lib.gelu_slope({self}, {coarse})".format_map(args)
 
 
 def leaky(args: Args) -> str:

@@ -27,11 +27,15 @@ class Unsupported(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Args:
-    """A node's arguments as text, by schema name."""
+    """A node's arguments as text, by schema name; and `exp`, `coarse`, as accurate as they must be.
+
+    coarse: whether its exponentials may take the hardware's short way.
+    """
 
     node: fx.Node
     read: Read
     work: torch.dtype
+    coarse: bool = False
 
     @property
     def result(self) -> torch.dtype:
@@ -49,6 +53,10 @@ class Args:
     def __getitem__(self, name: str) -> str:
         if name == "T":
             return TRITON_TYPE[self.work]
+        if name == "coarse":
+            return str(self.coarse)
+        if name == "exp":
+            return "libdevice.fast_expf" if self.coarse else "libdevice.exp"
         if name.endswith("_tensor"):
             return self.tensor(name.removesuffix("_tensor"))
         value = argument(self.node, name)

@@ -134,27 +134,33 @@ def _like(words, value):
 
 
 @triton.jit
-def gelu_slope(x):
+def _exp(x, COARSE: tl.constexpr):
+    """exp(x) to an ulp, or within |x| ulps with a quarter of the arithmetic."""
+    return libdevice.fast_expf(x) if COARSE else libdevice.exp(x)
+
+
+@triton.jit
+def gelu_slope(x, COARSE: tl.constexpr):
     """Derivative of x Phi(x)."""
     cdf = 0.5 * (1.0 + libdevice.erf(x * 0.7071067811865476))
-    return cdf + x * (libdevice.exp(-0.5 * x * x) * 0.3989422804014327)
+    return cdf + x * (_exp(-0.5 * x * x, COARSE) * 0.3989422804014327)
 
 
 @triton.jit
-def gelu_tanh(x):
+def gelu_tanh(x, COARSE: tl.constexpr):
     """gelu's tanh form, 0.5 x (1 + tanh u), as x sigmoid(2u): the same, with less arithmetic."""
     twice = 1.5957691216057308 * (x + 0.044715 * x * x * x)
-    return x / (1.0 + libdevice.exp(-twice))
+    return x / (1.0 + _exp(-twice, COARSE))
 
 
 @triton.jit
-def gelu_tanh_slope(x):
+def gelu_tanh_slope(x, COARSE: tl.constexpr):
     """Derivative of gelu's tanh form, with s = sigmoid(2u): s + 2 x s (1 - s) u'.
 
     From exp(-2 |u|), which can't overflow: s (1 - s) is then a product, without cancellation.
     """
     twice = 1.5957691216057308 * (x + 0.044715 * x * x * x)
-    small = libdevice.exp(-tl.abs(twice))
+    small = _exp(-tl.abs(twice), COARSE)
     upper = 1.0 / (1.0 + small)
     lower = small * upper
     slope = 1.5957691216057308 * (1.0 + 0.134145 * x * x)
@@ -162,9 +168,9 @@ def gelu_tanh_slope(x):
 
 
 @triton.jit
-def silu_slope(x):
+def silu_slope(x, COARSE: tl.constexpr):
     """Derivative of x sigmoid(x)."""
-    sigmoid = 1.0 / (1.0 + libdevice.exp(-x))
+    sigmoid = 1.0 / (1.0 + _exp(-x, COARSE))
     return sigmoid * (1.0 + x * (1.0 - sigmoid))
 
 
@@ -216,14 +222,14 @@ def merge_moments(count, mean, m2, axis: tl.constexpr, keep_dims: tl.constexpr):
 
 
 @triton.jit
-def online_softmax(top, total, x):
+def online_softmax(top, total, x, COARSE: tl.constexpr):
     """One chunk of a row into (maximum, sums of exp(x - maximum) a lane).
 
     Empty so far: top = -inf, total = 0. Source: Milakov and Gimelshein, arXiv:1805.02867.
     """
     peak = maximum(top, reduce_max(x, 0, False))
     shift = tl.where(peak == float("-inf"), 0.0, peak)
-    return peak, total * libdevice.exp(top - shift) + libdevice.exp(x - shift)
+    return peak, total * _exp(top - shift, COARSE) + _exp(x - shift, COARSE)
 
 
 @triton.jit

@@ -19,8 +19,10 @@ from trainfuse.codegen.sources import CREATIONS
 __all__ = ["OPS", "Unsupported", "expression", "supported"]
 
 
-def expression(node: fx.Node, read: Read) -> str:
+def expression(node: fx.Node, read: Read, *, coarse: bool = False) -> str:
     """The Triton expression of a pointwise node; `read` gives its operands' names.
+
+    coarse: whether exponentials may take the hardware's short way (codegen/coarse.py says when).
 
     Raises Unsupported when the op has no row or an argument has no code.
     """
@@ -29,7 +31,7 @@ def expression(node: fx.Node, read: Read) -> str:
         raise Unsupported(node, "the op has no row in the code table")
     if node.meta["val"].dtype not in TRITON_TYPE:
         raise Unsupported(node, f"{node.meta['val'].dtype} has no kernels")
-    args = Args(node, read, working_dtype(node, row.work))
+    args = Args(node, read, working_dtype(node, row.work), coarse)
     return row.code(args) if callable(row.code) else row.code.format_map(args)
 
 
@@ -62,8 +64,9 @@ def _overloads(rows: dict[str, Row]) -> dict[str, Row]:
 
 
 OPS: dict[str, Row] = {
-    **_libdevice(*"exp exp2 expm1 log log2 log10 log1p sin cos tan sinh cosh tanh".split()),
+    **_libdevice(*"exp2 expm1 log log2 log10 log1p sin cos tan sinh cosh tanh".split()),
     **_libdevice(*"asin acos atan asinh acosh atanh erf erfc sqrt rsqrt".split()),
+    "aten.exp": Row("{exp}({self})"),
     "prims.convert_element_type": Row(forms.convert("a")),
     "prims.fma": Row("{a} * {b} + {c}"),
     "trainfuse.row_keys": Row(forms.row_keys, "promote"),
@@ -82,7 +85,7 @@ OPS: dict[str, Row] = {
             "sgn": Row("({self} > 0).to({T}) - ({self} < 0).to({T})"),
             "square": Row("{self} * {self}"),
             "reciprocal": Row("1.0 / {self}"),
-            "sigmoid": Row("1.0 / (1.0 + libdevice.exp(-{self}))"),
+            "sigmoid": Row("1.0 / (1.0 + {exp}(-{self}))"),
             "floor": Row(forms.by_kind("tl.floor({self})", "{self}")),
             "ceil": Row(forms.by_kind("tl.ceil({self})", "{self}")),
             "round": Row(forms.by_kind("libdevice.rint({self})", "{self}")),
@@ -154,8 +157,8 @@ OPS: dict[str, Row] = {
             "xlogy.Tensor": Row("lib.xlogy({self}, {other})"),
             "gelu": Row(forms.gelu),
             "gelu_backward": Row(forms.gelu_backward),
-            "silu": Row("{self} / (1.0 + libdevice.exp(-{self}))"),
-            "silu_backward": Row("{grad_output} * lib.silu_slope({self})"),
+            "silu": Row("{self} / (1.0 + {exp}(-{self}))"),
+            "silu_backward": Row("{grad_output} * lib.silu_slope({self}, {coarse})"),
             "mish": Row("{self} * libdevice.tanh(libdevice.log1p(libdevice.exp({self})))"),
             "softplus": Row(
                 "tl.where({self} * {beta} > {threshold}, {self}, "

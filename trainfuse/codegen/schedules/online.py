@@ -70,10 +70,11 @@ def accumulate(builder: Builder, pair: Pair) -> None:
     top, total = (builder.name_of(red.node) for red in pair)
     _, texts = reductions.operand(builder, pair[0], "col")
     text = reductions.guarded(builder, ("col",), 0, texts[0], 'float("-inf")')
+    coarse = root(builder.group, pair[1].source) in builder.coarse
     builder.body.append(
         Define(
             f"{top}_run, {total}_run",
-            f"lib.online_softmax({top}_run, {total}_run, {text})",
+            f"lib.online_softmax({top}_run, {total}_run, {text}, {coarse})",
             "online softmax",
         )
     )
