@@ -49,6 +49,25 @@ def compiled(target: Target, *names: str) -> list[tuple[str, str, int, int, int]
 CEILING = 168  # registers a thread: counts move by tens between versions of triton
 
 
+NORMS = [
+    "batch_norm_statistics",
+    "batch_norm_sums",
+    "batch_norm_gradient",
+    "group_norm_gradient",
+    "softmax_columns",
+    "softmax_columns_long",
+    "channels_norm_backward",
+]
+
+
+def test_norms_over_channels_do_not_spill() -> None:
+    for name, function, registers, stack, vector in compiled(H200, *NORMS):
+        assert stack == 0, (name, function)
+        assert registers <= CEILING, (name, function)
+        if function != "tail_kernel":
+            assert vector == 16, (name, function)
+
+
 @pytest.mark.parametrize("target", [H200, A100, B200], ids=lambda target: target.arch)
 def test_no_spills(target: Target) -> None:
     names = ["dropout_add_norm", "bias_gelu", "softmax", "norm_backward", "gelu_backward_bias"]

@@ -49,6 +49,31 @@ def embedding_positions(ids: Tensor, table: Tensor, positions: Tensor) -> Tensor
     return F.embedding(ids, table) + F.embedding(where, positions)
 
 
+def batch_norm_statistics(x: Tensor, old_mean: Tensor, old_var: Tensor) -> Any:
+    var, mean = torch.var_mean(x.float(), (0, 1, 2), correction=0)
+    moved = 0.1 * mean + 0.9 * old_mean, 0.1 * var + 0.9 * old_var
+    return mean, torch.rsqrt(var + 1e-5), *moved
+
+
+def behind_relu(g: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, w: Tensor, b: Tensor) -> Tensor:
+    made = ((x - mean) * rstd * w + b).to(x.dtype)
+    return torch.where(made.relu() <= 0, 0.0, g.float())
+
+
+def batch_norm_sums(g: Tensor, x: Tensor, mean: Tensor, *rest: Tensor) -> Any:
+    masked = behind_relu(g, x, mean, *rest)
+    return masked.sum((0, 1, 2)), (masked * (x - mean)).sum((0, 1, 2))
+
+
+def norm_gradient(
+    g: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, w: Tensor, b: Tensor, s: Tensor, d: Tensor
+) -> Tensor:
+    masked = behind_relu(g, x, mean, rstd, w, b)
+    return ((masked - s / 1e5 - (x - mean) * (d * rstd * rstd / 1e5)) * (rstd * w)).to(x.dtype)
+
+
+IMAGE, CHANNELS = (32, 56, 56, 256), ((256,), torch.float32)
+GROUPS, AFFINE = ((16, 32, 1, 1), torch.float32), ((1, 32, 10, 1), torch.float32)
 ROWS = (16384, 4096)
 IDS, ORDER = ((16, 1024), torch.int64), ((16384,), torch.int64)
 KEYS = ((16384,), torch.int16)
@@ -65,6 +90,21 @@ CASES: dict[str, tuple[Callable[..., Any], list[Shape | tuple[Shape, torch.dtype
         [(16384, 768), (16384, 768), (16384, 1), (16384, 1), (768,)],
     ),
     "gelu_backward_bias": (gelu_backward, [ROWS, ROWS]),
+    "batch_norm_statistics": (batch_norm_statistics, [IMAGE, CHANNELS, CHANNELS]),
+    "batch_norm_sums": (batch_norm_sums, [IMAGE, IMAGE, *[CHANNELS] * 4]),
+    "batch_norm_gradient": (norm_gradient, [IMAGE, IMAGE, *[CHANNELS] * 6]),
+    "group_norm_gradient": (
+        norm_gradient,
+        [*[(16, 32, 10, 4096)] * 2, GROUPS, GROUPS, AFFINE, AFFINE, GROUPS, GROUPS],
+    ),
+    "softmax_columns": (lambda x: F.softmax(x, 0), [(512, 16384)]),
+    "softmax_columns_long": (lambda x: F.softmax(x, 0), [(8192, 8192)]),
+    "channels_norm_backward": (
+        lambda g, x, mean, rstd, w: norm_backward(
+            g.movedim(1, -1), x.movedim(1, -1), mean.movedim(1, -1), rstd.movedim(1, -1), w
+        ),
+        [*[(16, 96, 3136)] * 2, *[((16, 1, 3136), torch.float32)] * 2, (96,)],
+    ),
     "loss": (lambda a, b: (a - b).square().mean(), [ROWS, ROWS]),
     "embedding_positions": (embedding_positions, [IDS, (50304, 768), (1024, 768)]),
     "embedding_positions_norm": (

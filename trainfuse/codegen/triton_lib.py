@@ -222,17 +222,17 @@ def merge_moments(count, mean, m2, axis: tl.constexpr, keep_dims: tl.constexpr):
 
 
 @triton.jit
-def online_softmax(top, total, x, COARSE: tl.constexpr):
-    """One chunk of a row into (maximum, sums of exp(x - maximum) a lane).
+def online_softmax(top, total, x, COARSE: tl.constexpr, keep_dims: tl.constexpr = False):
+    """One chunk of a row into (maximum, sums of exp(x - maximum) a lane); keep_dims: of several.
 
     Empty so far: top = -inf, total = 0. Source: Milakov and Gimelshein, arXiv:1805.02867.
     """
-    peak = maximum(top, reduce_max(x, 0, False))
+    peak = maximum(top, reduce_max(x, 0, keep_dims))
     shift = tl.where(peak == float("-inf"), 0.0, peak)
     return peak, total * _exp(top - shift, COARSE) + _exp(x - shift, COARSE)
 
 
 @triton.jit
-def finish_softmax(top, total):
+def finish_softmax(top, total, keep_dims: tl.constexpr = False):
     """The row's sum; NaN for a row of -inf, as exp(-inf - -inf) is."""
-    return tl.where(top == float("-inf"), float("nan"), reduce_sum(total, 0, False))
+    return tl.where(top == float("-inf"), float("nan"), reduce_sum(total, 0, keep_dims))

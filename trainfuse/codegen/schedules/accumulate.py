@@ -18,6 +18,7 @@ from trainfuse.codegen.schedules.common import (
     constants,
     describe,
     kernel,
+    lanes,
     levels,
     long,
     needed,
@@ -95,8 +96,7 @@ def row_loop(
     if row.position is None:
         builder.note("row", start)
     else:
-        suffix = "[:, None]" if builder.rank > 1 else ""
-        builder.note("row", f"{start} + tl.arange(0, {plan.block}){suffix}")
+        builder.note("row", f"{start} + {lanes(row, builder.rank)}")
     if row.segments[0].mask:
         builder.note("row_mask", "row < ROWS")
     preload(builder, [*early, *(acc.red.node for acc in accs)])
@@ -314,8 +314,8 @@ def tail(group: Group, target: Target, parts: Parts, late: list[fx.Node]) -> Ker
     if part_mask:
         builder.note(part_mask, "part < PARTS")
     if wide:
-        lanes = f"tl.program_id(0) * {block} + tl.arange(0, {block})[None, :]"
-        builder.note("col", long(group, lanes))
+        text = f"tl.program_id(0) * {block} + {lanes(col, 2)}"
+        builder.note("col", long(group, text))
         if col.segments[0].mask:
             builder.note("col_mask", "col < COLS")
     builder.bind("part", "col")

@@ -10,7 +10,7 @@ from torch import fx
 from autodiff.ops import lookup, op_name
 from trainfuse.codegen.builder import Builder, Group, wide
 from trainfuse.codegen.ir import Constant, Kernel
-from trainfuse.codegen.tile import Segment, cover
+from trainfuse.codegen.tile import Segment, TileAxis, cover
 from trainfuse.fusion.domains import Domain
 
 THREADS = 32
@@ -111,6 +111,17 @@ def widest(group: Group) -> int:
     return max(node.meta["val"].dtype.itemsize for node in whole or nodes)
 
 
+def rows_are_neighbours(domain: Domain) -> bool:
+    """Whether rows lie side by side in memory: axes are numbered as the operands lie in it."""
+    return len(domain.sizes) - 1 in domain.rows
+
+
+def lanes(axis: TileAxis, rank: int, segment: int = 0) -> str:
+    """The lanes of a tile axis, along its own dimension of a tile."""
+    shape = "" if rank < 2 else "[:, None]" if axis.position == 0 else "[None, :]"
+    return f"tl.arange(0, {axis.segments[segment].width}){shape}"
+
+
 def column_segments(size: int) -> list[Segment]:
     """Segments that cover a whole row held in registers."""
     blocks = cover(size)
@@ -126,15 +137,13 @@ def column_segments(size: int) -> list[Segment]:
     ]
 
 
-def column_definitions(
-    group: Group, segments: Sequence[Segment], ranked: bool
-) -> list[tuple[str, str]]:
+def column_definitions(group: Group, col: TileAxis, rank: int) -> list[tuple[str, str]]:
     """(name, expression) of the index tensors and masks of a row's segments."""
     found: list[tuple[str, str]] = []
     start = 0
-    for segment in segments:
-        lanes = f"tl.arange(0, {segment.width}){'[None, :]' if ranked else ''}"
-        found.append((segment.index, long(group, f"{start} + {lanes}" if start else lanes)))
+    for index, segment in enumerate(col.segments):
+        text = lanes(col, rank, index)
+        found.append((segment.index, long(group, f"{start} + {text}" if start else text)))
         if segment.mask:
             found.append((segment.mask, f"{segment.index} < COLS"))
         start += segment.width

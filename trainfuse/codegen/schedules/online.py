@@ -60,8 +60,9 @@ def _operand(group: Group, node: fx.Node, name: str) -> fx.Node | None:
 def start(builder: Builder, pair: Pair) -> None:
     """Running maximum of the row, and sums of exp(x - maximum), a lane each."""
     top, total = (builder.name_of(red.node) for red in pair)
-    shape = reductions.shape_text(builder, 0, frozenset({"col"}))
-    builder.note(f"{top}_run", 'tl.full([], float("-inf"), tl.float32)', "running maximum")
+    shape = reductions.shape_text(builder, 0, frozenset({"row", "col"}))
+    row = reductions.shape_text(builder, 0, frozenset({"row"}))
+    builder.note(f"{top}_run", f'tl.full({row}, float("-inf"), tl.float32)', "running maximum")
     builder.note(f"{total}_run", f"tl.full({shape}, 0.0, tl.float32)", "sums of exp(x - maximum)")
 
 
@@ -74,10 +75,15 @@ def accumulate(builder: Builder, pair: Pair) -> None:
     builder.body.append(
         Define(
             f"{top}_run, {total}_run",
-            f"lib.online_softmax({top}_run, {total}_run, {text}, {coarse})",
+            f"lib.online_softmax({top}_run, {total}_run, {text}, {coarse}{keeping(builder)})",
             "online softmax",
         )
     )
+
+
+def keeping(builder: Builder) -> str:
+    """Further arguments where a program has several rows: their dimension stays."""
+    return ", True" if builder.rank > 1 else ""
 
 
 def finish(builder: Builder, pair: Pair) -> None:
@@ -86,7 +92,11 @@ def finish(builder: Builder, pair: Pair) -> None:
     top, total = names
     builder.body.append(Reduce(top, f"{top}_run", op_name(pair[0].node.target)))
     builder.body.append(
-        Reduce(total, f"lib.finish_softmax({top}, {total}_run)", op_name(pair[1].node.target))
+        Reduce(
+            total,
+            f"lib.finish_softmax({top}, {total}_run{keeping(builder)})",
+            op_name(pair[1].node.target),
+        )
     )
     depth = len(builder.scopes) - 1
     for red, name in zip(pair, names, strict=True):

@@ -1,4 +1,8 @@
-"""Row groups: reductions over columns, whose results the row's own elements read back."""
+"""Row groups: reductions over columns, whose results the row's own elements read back.
+
+Where rows, not their elements, lie side by side in memory, a program takes a strip of them, so that
+whole sectors are read.
+"""
 
 from __future__ import annotations
 
@@ -18,12 +22,14 @@ from trainfuse.codegen.schedules.common import (
     constants,
     describe,
     kernel,
+    lanes,
     levels,
     live_tiles,
     long,
     needed,
     own_axes,
     preload,
+    rows_are_neighbours,
 )
 from trainfuse.codegen.targets import CodegenOptions, Target
 from trainfuse.codegen.tile import (
@@ -47,6 +53,8 @@ ROW_ELEMENTS = 1024
 TILE_REGISTERS = 128
 # Beyond this much a kernel spills whatever the compiler does, for which it takes half a minute.
 SPILLING = 2 * TILE_REGISTERS
+# Rows of a strip, and the fewest: sectors of 32 bytes, of halves too, are read whole.
+STRIP, NARROW_STRIP = 32, 16
 # Warps that run at once on a multiprocessor, of kernels that take 64 registers a thread.
 RESIDENT_WARPS = 32
 
@@ -66,29 +74,56 @@ OTHERS = (
 
 def build(group: Group, target: Target, options: CodegenOptions, choice: Choice) -> Module:
     """Rows held in registers, or walked in chunks when they are too long."""
-    width = group.domain.extent(group.domain.cols)
-    held = sum(block for _, block in cover(width))
-    registers = held * live_tiles(group) / (32 * MAX_WARPS)
-    fits = held <= options.max_row_in_registers and registers <= TILE_REGISTERS
-    if choice.held and held * live_tiles(group) / (32 * (choice.warps or MAX_WARPS)) > SPILLING:
+    domain = group.domain
+    held = sum(block for _, block in cover(domain.extent(domain.cols)))
+    strip, live = narrowest(group), live_tiles(group)
+    fits = strip * held <= options.max_row_in_registers * (2 if strip > 1 else 1)
+    fits = fits and strip * held * live / (32 * MAX_WARPS) <= TILE_REGISTERS
+    wide = strip * (choice.rows or 1) if strip > 1 else 1
+    if choice.held and wide * held * live / (32 * (choice.warps or MAX_WARPS)) > SPILLING:
         raise Unsupported(group.nodes[-1], "its rows are too long for so few threads to hold")
     if fits if choice.held is None else choice.held:
         return in_registers(group, target, choice)
     return chunked(group, target, options, choice)
 
 
-def row_axis(group: Group, rows: int, guarded: bool) -> TileAxis:
-    """The axis that programs share: one row a program, or a block of them."""
+def narrowest(group: Group) -> int:
+    """Rows that a program takes at least."""
     domain = group.domain
-    mask = "row_mask" if guarded else ""
-    return TileAxis(
-        "row",
-        domain.rows,
-        domain.extent(domain.rows),
-        (Segment("row", mask, rows),),
-        None if rows == 1 else 0,
-        True,
-    )
+    if not rows_are_neighbours(domain):
+        return 1
+    return min(NARROW_STRIP, power_of_two(domain.extent(domain.rows)))
+
+
+def tile_axes(
+    group: Group, rows: int, segments: tuple[Segment, ...]
+) -> tuple[TileAxis, TileAxis, int]:
+    """The axis that programs share, the columns' axis, and the rank of their tile.
+
+    What is dense in memory is the tile's last dimension.
+    """
+    domain = group.domain
+    total, width = domain.extent(domain.rows), domain.extent(domain.cols)
+    along = rows_are_neighbours(domain) and rows > 1
+    mask = "row_mask" if total % rows else ""
+    quad = f"tl.program_id(0) * {rows // 4}" if along and rows % 4 == 0 else None
+    place = None if rows == 1 else 1 if along else 0
+    row = TileAxis("row", domain.rows, total, (Segment("row", mask, rows, quad),), place, True)
+    col = TileAxis("col", domain.cols, width, segments, 0 if along or rows == 1 else 1, False)
+    return row, col, 1 if rows == 1 else 2
+
+
+def define_rows(builder: Builder, rank: int) -> None:
+    """Which rows a program has."""
+    row = builder.tile["row"]
+    first = long(builder.group, "tl.program_id(0)")
+    if row.position is None:
+        builder.note("row", first)
+    else:
+        builder.note("row", f"{first} * {row.segments[0].width} + {lanes(row, rank)}")
+    if row.segments[0].mask:
+        builder.note("row_mask", "row < ROWS")
+    builder.bind("row")
 
 
 def rows_and_warps(
@@ -98,10 +133,15 @@ def rows_and_warps(
     total = group.domain.extent(group.domain.rows)
     if target.interpreted:
         return min(power_of_two(total), floor_power(max(1, (1 << 15) // held))), 4
+    least = narrowest(group)
     rows = min(floor_power(max(1, ROW_ELEMENTS // held)), power_of_two(total))
-    while rows > 1 and divide_up(total, rows) < 2 * target.num_sms:
+    while rows > least and divide_up(total, rows) < 2 * target.num_sms:
         rows //= 2
-    rows = choice.rows or rows
+    if least > 1:
+        wide = min(STRIP, power_of_two(total))
+        fits = wide * held * live / (32 * MAX_WARPS) <= TILE_REGISTERS
+        rows = max(rows, wide if fits else least)
+    rows = choice.rows * least if choice.rows else rows
     if choice.warps:
         return rows, choice.warps
     warps = 1
@@ -116,21 +156,11 @@ def in_registers(group: Group, target: Target, choice: Choice) -> Module:
     width, total = domain.extent(domain.cols), domain.extent(domain.rows)
     held = sum(block for _, block in cover(width))
     rows, warps = rows_and_warps(group, target, held, live_tiles(group), choice)
-    guarded = total % rows != 0
-    row = row_axis(group, rows, guarded)
-    segments = tuple(column_segments(width))
-    col = TileAxis("col", domain.cols, width, segments, 0 if rows == 1 else 1, False)
+    row, col, rank = tile_axes(group, rows, tuple(column_segments(width)))
     builder = Builder(group, [row, col], "col")
     constants(builder, [("ROWS", total), ("COLS", width)])
-    first = long(group, "tl.program_id(0)")
-    if rows == 1:
-        builder.note("row", first)
-    else:
-        builder.note("row", f"{first} * {rows} + tl.arange(0, {rows})[:, None]")
-    if guarded:
-        builder.note("row_mask", "row < ROWS")
-    builder.bind("row")
-    for name, text in column_definitions(group, segments, rows > 1):
+    define_rows(builder, rank)
+    for name, text in column_definitions(group, col, rank):
         builder.note(name, text)
     builder.bind("col")
     nodes = needed(group)
@@ -189,6 +219,14 @@ def passes(group: Group, nodes: list[fx.Node]) -> list[Pass]:
     return found
 
 
+def strip_rows(group: Group) -> int:
+    """Rows of a program that walks chunks."""
+    domain = group.domain
+    if not rows_are_neighbours(domain):
+        return 1
+    return min(STRIP, power_of_two(domain.extent(domain.rows)))
+
+
 def chunk_and_warps(
     group: Group, target: Target, options: CodegenOptions, choice: Choice, walks: int
 ) -> tuple[int, int]:
@@ -200,7 +238,8 @@ def chunk_and_warps(
     domain = group.domain
     width = domain.extent(domain.cols)
     live = live_tiles(group)
-    block = min(options.chunk, power_of_two(width))
+    rows = strip_rows(group)
+    block = min(options.chunk, power_of_two(width * rows))
     while block > 1024 and block * live / (32 * CHUNK_WARPS) > TILE_REGISTERS / 2:
         block //= 2
     warps = choice.warps or max(4, min(CHUNK_WARPS, (choice.block or block) // 512))
@@ -208,7 +247,7 @@ def chunk_and_warps(
         return choice.block or block, warps
     every = frozenset(range(len(domain.sizes)))
     row_bytes = sum(
-        width * node.meta["val"].dtype.itemsize
+        width * rows * node.meta["val"].dtype.itemsize
         for node in group.inputs
         if node in domain.axes and own_axes(domain, node) == every
     )
@@ -216,7 +255,7 @@ def chunk_and_warps(
         target.l2_bytes // 2
     ):
         warps *= 2
-        if block < min(options.chunk, power_of_two(width)):
+        if block < min(options.chunk, power_of_two(width * rows)):
             block *= 2
     return block, warps
 
@@ -227,16 +266,14 @@ def chunked(group: Group, target: Target, options: CodegenOptions, choice: Choic
     width, total = domain.extent(domain.cols), domain.extent(domain.rows)
     nodes = needed(group)
     plan = passes(group, nodes)
-    block, warps = chunk_and_warps(group, target, options, choice, sum(p.walks for p in plan))
+    elements, warps = chunk_and_warps(group, target, options, choice, sum(p.walks for p in plan))
+    rows = strip_rows(group)
+    block = max(1, elements // rows)
     mask = "" if width % block == 0 else "col_mask"
-    row = row_axis(group, 1, False)
-    col = TileAxis(
-        "col", domain.cols, width, (Segment("col", mask, block, "start // 4"),), 0, False
-    )
+    row, col, rank = tile_axes(group, rows, (Segment("col", mask, block, "start // 4"),))
     builder = Builder(group, [row, col], "col")
-    constants(builder, [("COLS", width)])
-    builder.note("row", long(group, "tl.program_id(0)"))
-    builder.bind("row")
+    constants(builder, [("ROWS", total), ("COLS", width)])
+    define_rows(builder, rank)
     back = False
     for step in plan:
         for node in step.thin:
@@ -254,7 +291,7 @@ def chunked(group: Group, target: Target, options: CodegenOptions, choice: Choic
         if domain.reduced.get(node) and node in group.outputs:
             builder.store(node)
     doc = f"A row in chunks: {describe(group, nodes)}."
-    return Module((kernel(builder, "row_kernel", doc, (total, 1, 1), warps),))
+    return Module((kernel(builder, "row_kernel", doc, (divide_up(total, rows), 1, 1), warps),))
 
 
 def walk(builder: Builder, step: Pass, back: bool) -> None:
@@ -272,7 +309,8 @@ def walk(builder: Builder, step: Pass, back: bool) -> None:
     if back:
         last = (builder.tile["col"].size - 1) // width * width
         builder.note("start", f"{last} - done", "backwards: the last chunks are in the cache")
-    builder.note("col", long(builder.group, f"start + tl.arange(0, {width})"))
+    text = lanes(builder.tile["col"], builder.rank)
+    builder.note("col", long(builder.group, f"start + {text}"))
     if segment.mask:
         builder.note(segment.mask, "col < COLS")
     # walked backwards, the block with lanes outside comes first: their counts lag behind

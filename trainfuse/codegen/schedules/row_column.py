@@ -14,6 +14,7 @@ from trainfuse.codegen.schedules.common import (
     describe,
     live_tiles,
     needed,
+    rows_are_neighbours,
 )
 from trainfuse.codegen.targets import CodegenOptions, Target
 from trainfuse.codegen.tile import Segment, TileAxis, divide_up, floor_power, power_of_two
@@ -26,6 +27,7 @@ MAX_WARPS = 16
 ELEMENTS_A_THREAD = 16
 FEW_WARPS = 8
 MOST_PER_SM = 8
+STRIP = 32  # rows of a step that lie side by side in memory: whole sectors of each operand
 FILE = 65536  # registers of a multiprocessor
 ELEMENTS_A_SEGMENT = 8  # of a walked row, a thread
 WALKED_REGISTERS = 56  # beside the accumulators
@@ -54,34 +56,48 @@ def build(group: Group, target: Target, options: CodegenOptions, choice: Choice)
     held = sum(segment.width for segment in segments)
     sums = sum(bool(reduced & frozenset(domain.rows)) for reduced in domain.reduced.values())
     live = live_tiles(group) + sums
-    warps = choice.warps or num_warps(held, live)
-    fits = registers(held, live, warps) <= min(target.max_registers, FILE // (32 * warps))
+    least = strip_rows(group, target, held, live)
+    warps = choice.warps or num_warps(least * held, live)
+    fits = registers(least * held, live, warps) <= register_limit(target, warps)
     if not (fits if choice.held is None else choice.held):
         return walked(group, target, choice)
     if not fits:
         raise Unsupported(group.nodes[-1], "its columns are too many to accumulate in registers")
     budget = 8192 if target.interpreted else ELEMENTS_A_STEP
-    rows = min(floor_power(max(1, budget // held)), power_of_two(total))
-    rows = choice.rows or rows
-    resident = int(FILE / (32 * warps * registers(held, live, warps)))
+    rows = max(least, min(floor_power(max(1, budget // held)), power_of_two(total)))
+    rows = choice.rows * least if choice.rows else rows
+    resident = int(FILE / (32 * warps * registers(least * held, live, warps)))
     per_sm = choice.per_sm or max(1, min(resident, MOST_PER_SM))
     programs = min(per_sm * target.num_sms, divide_up(total, rows), accumulate.MAX_PROGRAMS)
     row_mask = "row_mask" if total % rows else ""
+    place, rank = None if rows == 1 else 1 if least > 1 else 0, 1 if rows == 1 else 2
+    block = (Segment("row", row_mask, rows),)
     tile = [
-        TileAxis(
-            "row",
-            domain.rows,
-            total,
-            (Segment("row", row_mask, rows),),
-            None if rows == 1 else 0,
-            programs > 1,
-        ),
-        TileAxis("col", domain.cols, width, segments, 0 if rows == 1 else 1, False),
+        TileAxis("row", domain.rows, total, block, place, programs > 1),
+        TileAxis("col", domain.cols, width, segments, 1 if place == 0 else 0, False),
     ]
-    prologue = column_definitions(group, segments, rows > 1)
+    prologue = column_definitions(group, tile[1], rank)
     doc = f"Rows and their columns: {describe(group, needed(group))}."
     plan = accumulate.Plan(programs, rows, "row_column_kernel", doc, warps)
     return accumulate.build(group, target, tile, plan, prologue)
+
+
+def strip_rows(group: Group, target: Target, held: int, live: int) -> int:
+    """Rows that a step takes at least: those that lie side by side in memory share sectors."""
+    domain = group.domain
+    if not rows_are_neighbours(domain):
+        return 1
+    most = min(STRIP, power_of_two(domain.extent(domain.rows)))
+    for rows in (most, most // 2, most // 4):
+        warps = num_warps(rows * held, live)
+        if rows > 1 and registers(rows * held, live, warps) <= register_limit(target, warps):
+            return rows
+    return 1
+
+
+def register_limit(target: Target, warps: int) -> int:
+    """Registers a thread that a program of so many warps may take."""
+    return min(target.max_registers, FILE // (32 * warps))
 
 
 def walked(group: Group, target: Target, choice: Choice) -> Module:
@@ -116,7 +132,7 @@ def walked(group: Group, target: Target, choice: Choice) -> Module:
     ]
     doc = f"Wide rows and their columns: {describe(group, needed(group))}."
     plan = accumulate.Plan(programs, 1, "row_column_kernel", doc, warps, walked=True)
-    return accumulate.build(group, target, tile, plan, column_definitions(group, segments, False))
+    return accumulate.build(group, target, tile, plan, column_definitions(group, tile[1], 1))
 
 
 def plain(red: Reduction) -> bool:
