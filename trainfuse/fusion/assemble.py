@@ -11,6 +11,7 @@ from torch import fx
 from autodiff import ops
 from autodiff.exact import made_once
 from autodiff.graph import Refusal
+from trainfuse.fusion.alone import outruns_aten
 from trainfuse.fusion.domains import infer
 from trainfuse.fusion.flow import Flow, is_view, sources
 from trainfuse.fusion.plan import FusionGroup, FusionOptions, FusionPlan
@@ -142,7 +143,8 @@ class _Assembly:
         operations = [node for node in alive if node.target is not operator.getitem]
         tg, last = self.flow.tg, nodes[-1]
         ours = any(ops.op_name(node.target) in OURS for node in operations)
-        if len(operations) < 2 and not ours and not self.options.single_node:
+        enough = len(operations) > 1 or ours or self.options.single_node
+        if not enough and not outruns_aten(operations[0]):
             return tg.refuse("fusion", operations[0], "alone: it is one kernel in ATen, too")
         domain = infer(nodes)
         if isinstance(domain, Refusal):
