@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 from torch._functorch import partitioners
+from torch._prims_common import suggest_memory_format as suggest_memory_format
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._pytree import tree_leaves
 

@@ -66,6 +66,7 @@ reciprocal rsqrt sqrt exp exp2 expm1 log log1p log2 log10 tanh sigmoid erf erfc 
 sinh cosh asin acos atan asinh acosh atanh atan2 hypot pow.Tensor_Scalar pow.Tensor_Tensor
 pow.Scalar xlogy.Tensor gelu gelu_backward silu silu_backward mish softplus softplus_backward
 elu elu_backward sigmoid_backward tanh_backward log_sigmoid_backward logit
+logit_backward
 """
 _PRIMS_POINTWISE = "convert_element_type fma"
 _VIEWS = """

@@ -47,7 +47,7 @@ NUMBERS: dict[str, Any] = {
     "neginf": None,
 }
 POSITIVE = {"rsqrt", "sqrt", "log", "log2", "log10", "log1p", "pow", "xlogy"}
-UNIT = {"asin", "acos", "atanh", "logit", "sigmoid_backward", "tanh_backward"}
+UNIT = {"asin", "acos", "atanh", "logit", "logit_backward", "sigmoid_backward", "tanh_backward"}
 ABOVE_ONE = {"acosh"}
 INTEGER = {"bitwise_left_shift", "bitwise_right_shift"}
 BITWISE = {"bitwise_and", "bitwise_or", "bitwise_xor", "bitwise_not"}

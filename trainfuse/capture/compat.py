@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, fx
+from torch._decomp import decompositions
 from torch._dynamo import guards
 from torch._dynamo.backends.common import aot_autograd as _aot_autograd
 from torch._dynamo.side_effects import SideEffects
@@ -24,6 +25,7 @@ from torch.nn.modules import module as module_hooks
 from torch.optim import optimizer as optimizer_module
 
 from autodiff.graph import Refusal
+from autodiff.upsampling import upsample_linear
 from trainfuse.capture import functions
 
 # -- optimizers ---------------------------------------------------------------------------------
@@ -343,7 +345,7 @@ _KEPT_WHOLE = (
     "aten._native_batch_norm", "aten.cudnn_batch_norm", "aten.miopen_batch_norm",
     "aten._batch_norm", "aten.batch_norm", "aten._fused_rms_norm", "aten.index_add",
     "aten.gelu", "aten.bernoulli", "aten.rand", "aten.randn", "aten.randint", "aten.uniform",
-    "aten.normal",
+    "aten.normal", "aten.logit_backward",
 )  # fmt: skip
 """Ops that stay one node until recompute has run, or for good; see the op table."""
 
@@ -376,7 +378,7 @@ def aot(
         extra["partition_fn"] = partition
     # our own recompute pass takes checkpointed stretches, dropout included; torch's refuses that
     plain = torch._functorch.config.patch(remat_using_tags_for_fwd_loss_bwd_graph=False)
-    with torch.fx.traceback.preserve_node_meta(), plain, _nothing_donated():
+    with torch.fx.traceback.preserve_node_meta(), plain, _nothing_donated(), _weighted_upsampling():
         return _aot_autograd(
             fw_compiler=forward,
             inference_compiler=inference,
@@ -392,6 +394,24 @@ def reusable_backwards() -> contextlib.AbstractContextManager[Any]:
     Without it AOTAutograd lets them overwrite it, and `retain_graph=True` raises.
     """
     return torch._functorch.config.patch(donated_buffer=False)
+
+
+@contextlib.contextmanager
+def _weighted_upsampling() -> Iterator[None]:
+    """Linear interpolation within is decomposed by our formula.
+
+    A table wouldn't do: bilinear2d is taken to pieces by its own Autograd kernel in Python.
+    """
+    stock = decompositions._upsample_linear
+
+    def chosen(x: Tensor, *args: Any) -> Tensor:
+        return upsample_linear(x, *args) if x.is_floating_point() else stock(x, *args)
+
+    decompositions._upsample_linear = chosen
+    try:
+        yield
+    finally:
+        decompositions._upsample_linear = stock
 
 
 @contextlib.contextmanager

@@ -175,6 +175,18 @@ def logit(args: Args) -> str:
     return f"lib.logit({x})"
 
 
+def logit_backward(args: Args) -> str:
+    """ATen's form: a slope of +inf at both zeros, and beyond the ends 0 with eps, else NaN."""
+    x, eps = args["self"], args.number("eps")
+    if eps is None:
+        low, high, outside = "0.0", "1.0", 'float("nan")'
+    else:
+        low, high, outside = literal(eps, args.work), literal(1 - eps, args.work), "0.0"
+    base = f"tl.where({x} == 0, 0.0, {x})"
+    slope = f"{args['grad_output']} / ({base} * (1.0 - {x}))"
+    return f"tl.where(({x} < {low}) | ({x} > {high}), {outside}, {slope})"
+
+
 def lerp(args: Args) -> str:
     """ATen's form: exact at both ends."""
     return (

@@ -173,6 +173,7 @@ OPS: dict[str, Row] = {
             "tanh_backward": Row("{grad_output} * (1.0 - {output} * {output})"),
             "log_sigmoid_backward": Row("{grad_output} * lib.log_sigmoid_slope({self})"),
             "logit": Row(forms.logit),
+            "logit_backward": Row(forms.logit_backward),
             "hardtanh": Row("lib.minimum(lib.maximum({self}, {min_val}), {max_val})"),
             "hardtanh_backward": Row(
                 "tl.where(({self} <= {min_val}) | ({self} >= {max_val}), 0, {grad_output})"

@@ -1,0 +1,26 @@
+"""Operators of op_db that aren't compared in a type on a device, each with its reason."""
+
+from __future__ import annotations
+
+import torch
+
+from tests.gradients.op_db.samples import OPERATORS, Operator
+
+
+def reason(operator: Operator, dtype: torch.dtype, device: str = "cpu") -> str | None:
+    """Why an operator isn't compared, as op_db itself has it, or None."""
+    if operator.takes(dtype, device):
+        return None
+    kind = torch.device(device).type
+    types = operator.types(kind)
+    if not types:
+        return f"torch differentiates it in no type on {kind}"
+    if all(one.is_complex for one in types):
+        return "it takes complex numbers only"
+    return f"torch has no {str(dtype).removeprefix('torch.')} derivative of it on {kind}"
+
+
+def excluded(dtype: torch.dtype = torch.float32, device: str = "cpu") -> dict[str, str]:
+    """Every operator that isn't compared, and why."""
+    reasons = ((name, reason(op, dtype, device)) for name, op in OPERATORS.items())
+    return {name: why for name, why in reasons if why is not None}

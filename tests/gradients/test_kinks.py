@@ -1,0 +1,158 @@
+"""Where a derivative is a choice, or a value is extreme, ours is ATen's.
+
+Every case by itself, its operators one by one, and amid a training step; compared as in
+tests/gradients/op_db, so NaN and infinities stand where eager's do, and layouts are eager's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tests.gradients.op_db import suite
+from tests.gradients.op_db.calls import Call, of_sample
+
+# NaN and overflow make torch warn
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+INF, NAN = float("inf"), float("nan")
+Case = tuple[Callable[..., Any], tuple[Any, ...]]
+
+TWOS = [-3.0, -2.0, -1.0, -0.5, -0.0, 0.0, 0.5, 1.0, 2.0, 3.0, 6.0]
+PAIR = ([0.0, 0.0, -0.0, 1.0, 1.0, -2.0, NAN], [0.0, -0.0, 0.0, 1.0, 2.0, -2.0, 1.0])
+TIED = [[1.0, 3.0, 3.0, 0.0], [2.0, 2.0, 2.0, 2.0], [-1.0, -0.0, 0.0, -5.0]]
+ZEROS = [[0.0, 2.0, 3.0], [0.0, 0.0, 3.0], [1.0, 2.0, 3.0], [0.0, 0.0, 0.0]]
+
+ACTIVATIONS: dict[str, Case] = {
+    "clamp at its bounds": (lambda x: x.clamp(-1, 1), (TWOS,)),
+    "clamp with bounds crossed": (lambda x: x.clamp(1, -1), (TWOS,)),
+    "clamp_min": (lambda x: x.clamp_min(0.5), (TWOS,)),
+    "clamp_max": (lambda x: x.clamp_max(0.5), (TWOS,)),
+    "clamp by tensors": (lambda x, low, high: torch.clamp(x, low, high), (*PAIR, PAIR[1])),
+    "relu": (F.relu, (TWOS,)),
+    "relu6": (F.relu6, (TWOS,)),
+    "hardtanh": (F.hardtanh, (TWOS,)),
+    "hardsigmoid": (F.hardsigmoid, (TWOS,)),
+    "hardswish": (F.hardswish, (TWOS,)),
+    "leaky_relu": (F.leaky_relu, (TWOS,)),
+    "elu": (F.elu, (TWOS,)),
+    "selu": (F.selu, (TWOS,)),
+    "celu": (F.celu, (TWOS,)),
+    "softshrink": (F.softshrink, (TWOS,)),
+    "hardshrink": (F.hardshrink, (TWOS,)),
+    "threshold": (lambda x: F.threshold(x, 0.5, 9.0), (TWOS,)),
+    "softplus at its threshold": (lambda x: F.softplus(x, 2.0, 2.0), (TWOS,)),
+    "logsigmoid": (F.logsigmoid, (TWOS,)),
+    "abs": (torch.abs, (TWOS,)),
+    "sign": (lambda x: x.sign() + x, (TWOS,)),
+    "round to even": (lambda x: x.round() + x, (TWOS,)),
+    "floor": (lambda x: x.floor() + x.frac(), (TWOS,)),
+    "remainder": (lambda x: x.remainder(1.5) + x.fmod(-1.5), (TWOS,)),
+}
+PAIRS: dict[str, Case] = {
+    "maximum": (torch.maximum, PAIR),
+    "minimum": (torch.minimum, PAIR),
+    "fmax": (torch.fmax, PAIR),
+    "fmin": (torch.fmin, PAIR),
+    "atan2": (torch.atan2, PAIR),
+    "hypot": (torch.hypot, PAIR),
+    "copysign": (torch.copysign, PAIR),
+    "xlogy": (torch.xlogy, PAIR),
+    "pow": (torch.pow, ([0.0, 0.0, 0.0, 1.0, 2.0, -2.0], [0.0, 1.0, 2.0, 0.0, -1.0, 2.0])),
+    "powers of 0": (lambda x: (x**2, x**3, x**1, x**0, x**0.5, x**-1), ([0.0, -0.0, 1.0],)),
+    "l1_loss": (lambda a, b: F.l1_loss(a, b, reduction="none"), PAIR),
+    "smooth_l1_loss": (lambda a: F.smooth_l1_loss(a, torch.zeros(11), reduction="none"), (TWOS,)),
+    "huber_loss": (lambda a: F.huber_loss(a, torch.zeros(11), reduction="none"), (TWOS,)),
+    "sqrt at 0": (lambda x: (x.sqrt(), x.rsqrt(), x.reciprocal()), ([0.0, 1.0, 4.0],)),
+    "logit at both zeros": (torch.logit, ([0.0, -0.0, 0.5, 1.0, 2.0, -1.0, NAN],)),
+    "logit with eps": (lambda x: torch.logit(x, 0.25), ([0.0, 0.25, 0.5, 0.75, 1.0, NAN],)),
+    "branch not taken": (lambda x: torch.where(x > 0, x.log(), x), ([0.0, -1.0, 2.0],)),
+}
+REDUCTIONS: dict[str, Case] = {
+    "amax": (lambda x: x.amax(1), (TIED,)),
+    "amin": (lambda x: x.amin((0, 1)), (TIED,)),
+    "max along": (lambda x: x.max(1), (TIED,)),
+    "min of all": (torch.min, (TIED,)),
+    "max of all": (torch.max, (TIED,)),
+    "median": (lambda x: x.median(1), (TIED,)),
+    "cummax": (lambda x: x.cummax(1), (TIED,)),
+    "max_pool": (lambda x: F.max_pool1d(x, 2), (TIED,)),
+    "adaptive_max_pool": (lambda x: F.adaptive_max_pool1d(x, 1), (TIED,)),
+    "prod": (torch.prod, (ZEROS,)),
+    "prod along": (lambda x: x.prod(1), (ZEROS,)),
+    "cumprod": (lambda x: x.cumprod(1), (ZEROS,)),
+    "norm 2": (lambda x: torch.linalg.vector_norm(x, 2, 1), (ZEROS,)),
+    "norm 1": (lambda x: torch.linalg.vector_norm(x, 1, 1), (ZEROS,)),
+    "norm 3": (lambda x: torch.linalg.vector_norm(x, 3, 1), (ZEROS,)),
+    "norm 0": (lambda x: torch.linalg.vector_norm(x, 0, 1) + x.sum(1), (ZEROS,)),
+    "norm 1/2": (lambda x: torch.linalg.vector_norm(x, 0.5, 1), (ZEROS,)),
+    "norm inf": (lambda x: torch.linalg.vector_norm(x, INF, 1), (ZEROS,)),
+    "norm -inf": (lambda x: torch.linalg.vector_norm(x, -INF, 1), (ZEROS,)),
+    "normalize": (F.normalize, (ZEROS,)),
+    "cosine": (lambda x: F.cosine_similarity(x, x.flip(0)), (ZEROS,)),
+    "distance": (lambda x: F.pairwise_distance(x, x.detach(), eps=0.0), (ZEROS,)),
+    "std of equals": (lambda x: x.std(1), (TIED,)),
+    "var of equals": (lambda x: x.var(1), (TIED,)),
+}
+BIG, TINY = 3e38, 1e-40
+FAR = [-200.0, -100.0, -50.0, -20.0, 20.0, 50.0, 90.0, 200.0]
+ROWS = [[BIG, BIG, 1.0], [-BIG, -BIG, -BIG], [-INF, 0.0, 1.0], [0.0, 0.0, 0.0]]
+EXTREMES: dict[str, Case] = {
+    "softmax": (lambda x: x.softmax(1), (ROWS,)),
+    "log_softmax": (lambda x: x.log_softmax(1), (ROWS,)),
+    "logsumexp": (lambda x: x.logsumexp(1), ([*ROWS, [INF, INF, 0.0], [-INF, -INF, -INF]],)),
+    "softmax of nothing": (lambda x: x.softmax(1), ([[-INF, -INF], [INF, 0.0], [NAN, 0.0]],)),
+    "exp": (lambda x: (x.exp(), x.expm1()), (FAR,)),
+    "sigmoid": (lambda x: (x.sigmoid(), F.logsigmoid(x), F.softplus(x)), (FAR,)),
+    "tanh": (lambda x: (x.tanh(), F.gelu(x), F.gelu(x, approximate="tanh")), (FAR,)),
+    "silu": (lambda x: (F.silu(x), F.mish(x)), (FAR,)),
+    "erf": (lambda x: (x.erf(), x.erfc()), (FAR,)),
+    "denormals": (lambda x: (x * 0.5, x + x, x.abs(), -x), ([TINY, -TINY, 3 * TINY],)),
+    "denormals under a root": (torch.sqrt, ([TINY, 2 * TINY, 5 * TINY],)),
+    "overflow": (lambda x: (x * x, x + x, x * 0.5), ([BIG, -BIG],)),
+    "norm that overflows": (lambda x: torch.linalg.vector_norm(x, 2, 1), ([[1e20] * 3],)),
+    "layer norm of large": (lambda x: F.layer_norm(x, (3,)), ([[1e15, 2e15, 4e15]],)),
+    "layer norm of equals": (lambda x: F.layer_norm(x, (3,)), ([[2.0] * 3, [0.0] * 3],)),
+    "sum of infinities": (lambda x: (x.sum(1), x.mean(1)), ([[INF, 1.0], [INF, -INF]],)),
+    "signed zeros": (lambda x: (x + 0.0, x * -1.0, x.abs(), 1.0 / x), ([0.0, -0.0],)),
+    "interpolated infinity": (
+        lambda x: F.interpolate(x, scale_factor=2, mode="linear", align_corners=True),
+        ([[[-INF, -INF, 1.0, 2.0]]],),
+    ),
+    "interpolated infinities": (
+        lambda x: F.interpolate(x, (3, 3), mode="bilinear", align_corners=True),
+        ([[[[-INF, -INF], [1.0, 2.0]]]],),
+    ),
+}
+GROUPS = {
+    "activations": ACTIVATIONS,
+    "pairs": PAIRS,
+    "reductions": REDUCTIONS,
+    "extremes": EXTREMES,
+}
+
+
+def _plain(result: Any) -> Any:
+    return result
+
+
+def calls(group: dict[str, Case]) -> list[Call]:
+    made = []
+    for name, (fn, values) in group.items():
+        leaves: list[Tensor] = [torch.tensor(value, requires_grad=True) for value in values]
+        given = {"input": leaves[0], "args": tuple(leaves[1:]), "kwargs": {}}
+        sample = SimpleNamespace(**given, output_process_fn_grad=_plain)
+        made.append(of_sample(fn, sample, name))
+    return made
+
+
+@pytest.mark.parametrize("check", [suite.check_alone, suite.check_step])
+@pytest.mark.parametrize("group", GROUPS)
+def test_eager_s_choice(group, check):
+    suite.check_all(calls(GROUPS[group]), check)

@@ -1,0 +1,147 @@
+"""What judges op_db's operators: each kind of fault, planted, is found."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.gradients.op_db import suite
+from tests.gradients.op_db.calls import Call, joined, of_sample, scattered
+from tests.gradients.op_db.checks import problems
+from tests.gradients.op_db.extremal import VALUES, extremal
+from tests.gradients.op_db.runs import Outcome, cotangents, references, step_references
+from tests.gradients.op_db.samples import OPERATORS, choose
+from trainfuse.codegen import triton_ops
+from trainfuse.codegen.op_text import Row
+
+
+def call_of(fn: Any, *args: Any) -> Call:
+    def plain(result: Any) -> Any:
+        return result
+
+    sample = SimpleNamespace(input=args[0], args=args[1:], kwargs={}, output_process_fn_grad=plain)
+    return of_sample(fn, sample)
+
+
+def leaf(*shape: int, **options: Any) -> Tensor:
+    return torch.randn(shape, requires_grad=True, **options)
+
+
+@pytest.fixture
+def runs() -> tuple[Outcome, Outcome]:
+    """Eager's and fp64's outcome of a call with two outputs, one of them a view."""
+    return references(call_of(lambda x, y: (torch.tanh(x) * y, x[:3]), leaf(5, 6), leaf(6)))
+
+
+def changed(outcome: Outcome, **change: Any) -> Outcome:
+    return replace(outcome, **change)
+
+
+def first(tensors: tuple[Any, ...], value: Any) -> tuple[Any, ...]:
+    return (value, *tensors[1:])
+
+
+def with_nan(tensor: Tensor) -> Tensor:
+    tensor = tensor.clone()
+    tensor[0, 0] = float("nan")
+    return tensor
+
+
+FAULTS = {
+    "output": lambda o: {"outputs": first(o.outputs, o.outputs[0] * 1.001)},
+    "NaN": lambda o: {"outputs": first(o.outputs, with_nan(o.outputs[0]))},
+    "gradient": lambda o: {"gradients": first(o.gradients, -o.gradients[0])},
+    "no gradient": lambda o: {"gradients": first(o.gradients, None)},
+    "dtype": lambda o: {"outputs": first(o.outputs, o.outputs[0].double())},
+    "shape": lambda o: {"gradients": first(o.gradients, o.gradients[0][None])},
+    "layout": lambda o: {"gradients": first(o.gradients, o.gradients[0].t().contiguous().t())},
+    "flag": lambda o: {"flags": (False, *o.flags[1:])},
+    "alias": lambda o: {"aliases": (None, None)},
+    "written": lambda o: {"written": (1,)},
+    "count": lambda o: {"outputs": o.outputs[:1]},
+}
+
+
+def test_eager_itself_is_right(runs):
+    eager, exact = runs
+    assert eager.aliases == (None, 0)
+    assert problems(eager, eager, exact) == []
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_fault_is_found(runs, fault):
+    eager, exact = runs
+    assert problems(changed(eager, **FAULTS[fault](eager)), eager, exact)
+
+
+def test_wrong_loss_is_found():
+    call = call_of(torch.sin, leaf(40))
+    weights = cotangents(references(call)[0].outputs)
+    eager, exact = step_references(call, weights)
+    assert problems(eager, eager, exact) == []
+    assert problems(changed(eager, loss=eager.loss + 1e-3), eager, exact)
+
+
+def test_step_function_where_eager_is_far_from_fp64():
+    """10 * 0.7 is 7 in fp32 and less in fp64: floor differs, and ours must side with eager."""
+    x = torch.full((4,), 0.7, requires_grad=True)
+    eager, exact = references(call_of(lambda x: torch.floor(x * 10.0) + 0 * x, x))
+    assert not torch.equal(eager.outputs[0].double(), exact.outputs[0])
+    assert problems(eager, eager, exact) == []
+    zeros = changed(eager, outputs=(torch.zeros(4),))
+    assert problems(zeros, eager, exact)
+
+
+def test_random_operators_give_the_reference_eager_s_numbers():
+    """fp64 draws others: without that, twice eager's error would accept anything."""
+    call = call_of(lambda x: torch.bernoulli(x.detach().sigmoid()) * x + torch.randn(9), leaf(9))
+    eager, exact = references(call)
+    torch.testing.assert_close(eager.outputs[0].double(), exact.outputs[0])
+    assert problems(changed(eager, outputs=(eager.outputs[0] + 0.1,)), eager, exact)
+
+
+def test_scattered_leaves_have_gaps_and_equal_elements():
+    call = call_of(torch.add, leaf(3, 4), leaf(3, 4))
+    apart = scattered(call)
+    assert apart is not None
+    for tensor, old in zip(apart.fresh(), call.leaves, strict=True):
+        assert tensor.stride() == (9, 2)
+        assert torch.equal(tensor, old)
+    assert scattered(call_of(torch.add, leaf(), leaf())) is None
+
+
+def test_extremal_pairs_all_meet():
+    pairs = extremal(call_of(torch.mul, leaf(3), leaf(3)), pointwise=True).leaves
+    assert [len(t) for t in pairs] == [len(VALUES) ** 2] * 2
+    rows = extremal(call_of(torch.softmax, leaf(4, 9), -1), pointwise=False).leaves[0]
+    assert rows.shape == (4, 9)
+    assert rows.isnan().any()
+    assert rows.isinf().any()
+
+
+@pytest.mark.parametrize("check", [suite.check_alone, suite.check_step])
+def test_planted_kernel_is_found_and_named(check):
+    """sigmoid off by one part in a thousand, in a plan of three calls."""
+    calls = choose(OPERATORS["sigmoid"].samples(torch.float32), 1)
+    calls += choose(OPERATORS["sin"].samples(torch.float32), 2)
+    suite.check_all(calls, check)
+    planted = {"aten.sigmoid": Row("1.001 / (1.0 + libdevice.exp(-{self}))")}
+    with (
+        mock.patch.dict(triton_ops.OPS, planted),
+        pytest.raises(
+            AssertionError, match=r"sigmoid\(float32(.*\n)+.*op_db sigmoid --dtype float32"
+        ),
+    ):
+        suite.check_all(calls, check)
+
+
+def test_joined_calls_keep_their_order():
+    calls = [call_of(torch.sin, leaf(3)), call_of(torch.cos, leaf(4))]
+    outcome, _ = references(joined(calls))
+    assert [tuple(o.shape) for o in outcome.outputs] == [(3,), (4,)]
