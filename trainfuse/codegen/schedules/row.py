@@ -65,6 +65,7 @@ LIKELY = (
     Choice(warps=8, block=1024, held=False),
     Choice(warps=4, block=4096, held=False),
     Choice(warps=16, block=8192, held=False),
+    Choice(warps=32, block=8192, held=False),
 )
 OTHERS = (
     *products(warps=(1, 2, 4, 8, 16), rows=(1, 2, 4), held=(True,)),
@@ -248,7 +249,7 @@ def chunk_and_warps(
     every = frozenset(range(len(domain.sizes)))
     row_bytes = sum(
         width * rows * node.meta["val"].dtype.itemsize
-        for node in group.inputs
+        for node in (*group.inputs, *group.outputs)  # what is written passes through it, too
         if node in domain.axes and own_axes(domain, node) == every
     )
     while warps < 2 * MAX_WARPS and row_bytes * target.num_sms * RESIDENT_WARPS // warps > (
