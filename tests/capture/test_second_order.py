@@ -223,6 +223,26 @@ def test_masks_of_the_one_seed_are_drawn_again():
     torch.testing.assert_close(second, expected_second, rtol=1e-3, atol=1e-5)
 
 
+@pytest.mark.parametrize("weights", [True, False])
+def test_masks_inside_attention_too(weights):
+    """Dynamo leaves the function whole; without weights its dropout is that of one operator."""
+    attention = nn.MultiheadAttention(6, 2, dropout=0.5)
+    x = torch.randn(4, 3, 6, requires_grad=True)
+
+    def attend(x):
+        return attention(x, x, x, need_weights=weights)[0]
+
+    def twice(fn):
+        torch.manual_seed(5)
+        (grad,) = torch.autograd.grad(fn(x).sum(), x, create_graph=True)
+        return grad, *torch.autograd.grad(grad.square().sum(), x)
+
+    ours = twice(trainfuse.compile(attend, backend="triton", fallback=False))
+    with fused_masks():
+        expected = twice(attend)
+    torch.testing.assert_close(ours, expected, rtol=1e-3, atol=1e-5)
+
+
 def test_running_statistics_are_updated_once():
     def scenario(compile_):
         torch.manual_seed(0)

@@ -21,6 +21,7 @@ from torch.nn import functional
 
 from autodiff import ops
 from autodiff.graph import Refusal, TrainingGraph
+from autodiff.masks import ATTENTION, DROPOUT, Masks, installed
 from trainfuse.capture import compat
 from trainfuse.capture.overlap import OVERLAP, OverlapGuard
 from trainfuse.errors import GradientOfGradient
@@ -252,31 +253,21 @@ class _Repeat(fx.Interpreter):
 
     def __init__(self, gm: fx.GraphModule, seeded: bool) -> None:
         super().__init__(gm, garbage_collect_values=False)
-        self._seeded = seeded
-        self._seeds: dict[torch.device, Tensor] = {}
-        self._count = 0
+        self._masks = Masks() if seeded else None
 
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if self._seeded and target is functional.dropout:
-            return self._dropout(*args, **kwargs)
+        masks = self._masks
+        if masks is None:
+            return super().call_function(target, args, kwargs)
+        if target is DROPOUT:
+            return masks.dropout(*args, **kwargs)
+        if target is ATTENTION:
+            return masks.attend(*args, **kwargs)
+        if target is functional.multi_head_attention_forward:
+            # Dynamo leaves it whole, with its dropout inside
+            with installed(masks):
+                return super().call_function(target, args, kwargs)
         return super().call_function(target, args, kwargs)
-
-    def _dropout(
-        self,
-        input: Tensor,  # noqa: A002  # the name that F.dropout gives it
-        p: float = 0.5,
-        training: bool = True,
-        inplace: bool = False,
-    ) -> Tensor:
-        if not training or p == 0.0:
-            return input
-        if input.device not in self._seeds:
-            self._seeds[input.device] = torch.ops.trainfuse.seed(input)
-        seed = self._seeds[input.device]
-        mask = torch.ops.trainfuse.keep_mask(seed, self._count, p, list(input.shape))
-        self._count += 1
-        factor = mask.to(input.dtype) * (0.0 if p == 1.0 else 1.0 / (1.0 - p))
-        return input.mul_(factor) if inplace else input * factor
 
 
 def _agree(compiled: Grads, repeated: Grads) -> bool:

@@ -151,7 +151,8 @@ def _vague(name: str, mine: Tensor, theirs: Tensor, exact: Tensor, scale: float)
     scale: the largest size of the comparison's tensors; what is noise beside it is left alone.
     """
     own = rmse(theirs, exact)
-    if own > LOOSE * max(rms(exact), rms(theirs), 1e-3 * scale):
+    noise = 4 * torch.finfo(theirs.dtype).eps * scale
+    if own > max(LOOSE * max(rms(exact), rms(theirs), 1e-3 * scale), noise):
         apart = rmse(mine, theirs.double())
         if not apart <= 0.1 * own:
             yield f"{name}: eager is {own:.3g} from fp64, and ours {apart:.3g} from eager"

@@ -215,12 +215,24 @@ def references(
     call: Call, run: Callable[[Function, Sequence[Tensor]], Outcome] = differentiate
 ) -> tuple[Outcome, Outcome]:
     """(eager's, fp64's) outcome of a call by itself, run as `run` does."""
-    function, draws = call.function(), Draws()
-    own, wide = call.fresh(), call.fresh(torch.float64)
+    return _both(call, lambda leaves, _: run(call.function(), leaves))
+
+
+def _both(call: Call, run: Callable[[Sequence[Tensor], bool], Outcome]) -> tuple[Outcome, Outcome]:
+    """(eager's, fp64's) outcome of a call; fp64 is given the numbers that eager drew.
+
+    run: of leaves, and whether they are wide. Recording is a dispatch mode, under which ATen
+    derives some operators otherwise (`det`): what draws nothing is run again without it.
+    """
+    draws = Draws()
+    own, again, wide = call.fresh(), call.fresh(), call.fresh(torch.float64)
     with world(draws=draws):
-        eager = run(function, own)
+        eager = run(own, False)
     with world(double=True, draws=draws, replay=True):
-        exact = run(function, wide)
+        exact = run(wide, True)
+    if not draws.given:
+        with world():
+            eager = run(again, False)
     return eager, exact
 
 
@@ -254,13 +266,12 @@ def of_two_minds(call: Call, run: Callable[[Function], Outcome]) -> Outcome | No
 
 def step_references(call: Call, weights: Sequence[Tensor]) -> tuple[Outcome, Outcome]:
     """(eager's, fp64's) outcome of a call as a training step."""
-    step, draws = training_step(call.function()), Draws()
-    own, wide = call.fresh(), call.fresh(torch.float64)
     doubled = [w.to(torch.complex128 if w.is_complex() else torch.float64) for w in weights]
-    with world(draws=draws):
-        eager = train(step, own, weights)
-    with world(double=True, draws=draws, replay=True):
-        exact = train(step, wide, doubled)
+    step = training_step(call.function())
+    eager, exact = _both(
+        call, lambda leaves, wide: train(step, leaves, doubled if wide else weights)
+    )
+    assert eager.loss is not None
     return eager, replace(exact, room=_room(exact, weights, eager.loss.dtype))
 
 
