@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -10,6 +11,8 @@ import torch
 from torch import Tensor, fx
 
 from autodiff.mismatch import mismatch
+from autodiff.reference import Environment
+from trainfuse.runtime import ties
 from trainfuse.runtime.fallback import Boundary
 from trainfuse.runtime.reference import Widened, evaluate, natively, schedule
 from trainfuse.runtime.room import SHARE, device_of, free_bytes
@@ -22,11 +25,13 @@ if TYPE_CHECKING:
 class References:
     """One group's outputs by ATen: in its own precision, and one higher (fp64 for fp32).
 
-    They are on the device or, where that is short of memory, on the host.
+    They are on the device or, where that is short of memory, on the host. slack: how far a result
+    may be off because a comparison is as good as tied.
     """
 
     native: list[Tensor]
     exact: list[Tensor]
+    slack: list[Tensor | None]
 
 
 @dataclass
@@ -47,27 +52,49 @@ class Gate:
         Takes half of the device's free memory at most, the widest node's operands included; None
         where that does not do.
         """
-        found: list[list[Tensor]] = []
+        tied = ties.decisions(nodes)
+        inside = set(nodes)
+        compared = [n for decision in tied for n in decision.operands if n in inside]
         try:
-            for wide in (False, True):
-                free = free_bytes(device_of(env.values()))
-                budget = None if free is None else int(SHARE * free)
-                keep = None if budget is None else budget // 4
-                plan = schedule(nodes, outputs, wide=wide, budget=budget, keep=keep)
-                run = Widened(Boundary()) if wide else natively
-                values = evaluate(plan, env, run)
-                found.append([values[node] for node in outputs])
+            native = _evaluated(nodes, env, [*outputs, *compared], wide=False)
+            exact = _evaluated(nodes, env, [*outputs, *compared], wide=True)
         except torch.OutOfMemoryError:
             return None
-        return References(*found)
+        results = [exact[node] for node in outputs]
+
+        def again(skipped: Collection[fx.Node], given: Environment) -> list[Tensor]:
+            rest = [node for node in nodes if node not in skipped]
+            values = _evaluated(rest, {**env, **given}, outputs, wide=True)
+            return [values[node] for node in outputs]
+
+        room: list[Tensor | None] = [None] * len(results)
+        if tied:
+            with contextlib.suppress(torch.OutOfMemoryError):
+                values = {**env, **native}, {**env, **exact}
+                room = ties.slack(tied, *values, results, again, device_of(env.values()))
+        return References([native[node] for node in outputs], results, room)
 
     def compare(self, ours: Sequence[Tensor], refs: References) -> str | None:
         """What is wrong with the kernel's outputs, or None."""
-        for i, (out, native, exact) in enumerate(zip(ours, refs.native, refs.exact, strict=True)):
+        pairs = zip(ours, refs.native, refs.exact, refs.slack, strict=True)
+        for i, (out, native, exact, room) in enumerate(pairs):
             wrong = mismatch(out, native, exact, self.factor)
+            if wrong is not None and room is not None:
+                near = [ties.forgiven(value, exact, room) for value in (out, native)]
+                wrong = mismatch(*near, exact, self.factor)
             if wrong is not None:
                 return f"output {i}: {wrong}"
         return None
+
+
+def _evaluated(
+    nodes: Sequence[fx.Node], env: Environment, wanted: Sequence[fx.Node], *, wide: bool
+) -> Environment:
+    free = free_bytes(device_of(env.values()))
+    budget = None if free is None else int(SHARE * free)
+    keep = None if budget is None else budget // 4
+    plan = schedule(nodes, wanted, wide=wide, budget=budget, keep=keep)
+    return evaluate(plan, env, Widened(Boundary()) if wide else natively)
 
 
 def group_environment(group: FusionGroup, inputs: Sequence[Tensor]) -> dict[fx.Node, Tensor]:
