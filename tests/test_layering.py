@@ -12,7 +12,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 ROOMS = ("capture", "fusion", "codegen", "runtime", "debug", "integrations")
-LEAVES = ("errors", "tokens", "log", "fields", "settings", "options")
+LEAVES = ("errors", "tokens", "log", "versions", "fields", "settings", "options")
 # What each piece outside the rooms may see, beside the leaves.
 TOP = {
     "pipeline": {"capture", "fusion", "codegen", "runtime", "debug"},

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import trainfuse
 from autodiff.graph import InputKind, TrainingGraph
 from tests.runtime.graphs import cloned, flat_kernel, group_of, plan_of, trace
 from trainfuse.capture.optimizers import handle_for
@@ -266,3 +267,21 @@ def test_a_graph_outlives_torchs_blas_workspaces(cache: KernelCache) -> None:
         torch.testing.assert_close(plan([x, w])[0], step(x, w))
     assert all(torch.isfinite(o).all() for o in other)
     assert plan.stats.captures == 1
+
+
+def test_the_users_own_graph_of_a_region_takes_any_number_of_calls():
+    """Every 32nd call looks at its loss, which a capture doesn't allow."""
+    x = torch.randn(128, 1000, device="cuda", requires_grad=True)
+    y = torch.randint(1000, (128,), device="cuda")
+    compiled = trainfuse.compile(torch.nn.functional.cross_entropy, whole_step=False)
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            compiled(x, y)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            losses = [compiled(x, y) for _ in range(80)]
+        graph.replay()
+    torch.cuda.synchronize()
+    expected = torch.nn.functional.cross_entropy(x, y)
+    torch.testing.assert_close(torch.stack(losses), expected.expand(80))

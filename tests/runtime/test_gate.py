@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import logging
 from dataclasses import replace
 from pathlib import Path
@@ -129,6 +130,17 @@ def test_the_repro_shows_the_fault_without_trainfuse(
     done = run_alone(failure.repro, tmp_path_factory.mktemp("elsewhere"))
     assert done.returncode == (0 if right else 1), done.stderr
     assert ("no fault here" if right else "the fault is here") in done.stdout
+
+
+def test_a_source_tree_without_an_installation_makes_repros(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def missing(distribution: str) -> str:
+        raise importlib.metadata.PackageNotFoundError(distribution)
+
+    monkeypatch.setattr(importlib.metadata, "version", missing)
+    text = repro.head("forward_0", "wrong", torch.device("cpu"))
+    assert "trainfuse from source" in text
 
 
 def test_the_repro_of_a_dropout_holds_its_masks(tmp_path: Path, tmp_path_factory: Any) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, fx
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -217,3 +218,16 @@ def test_copies_go_to_the_host_when_there_is_no_room(monkeypatch: pytest.MonkeyP
     sent.clear()
     copies(2 * 4 * 120, needed=2 * 4 * 120)  # all of it is needed by something else
     assert sent == [100, 50, 10]
+
+
+@pytest.mark.parametrize(("device", "kept"), [("cuda", True), ("cpu", False)])
+def test_attention_stays_in_its_precision_on_a_gpu(device: str, kept: bool) -> None:
+    """cuDNN's takes fp64 tensors, and returns noise."""
+    graph = fx.Graph()
+    with FakeTensorMode():
+        q = graph.placeholder("q")
+        q.meta["val"] = torch.empty(2, 3, 8, 64, dtype=torch.bfloat16, device=device)
+        attention = torch.ops.aten._scaled_dot_product_cudnn_attention.default
+        node = graph.call_function(attention, (q, q, q, None, True))
+        node.meta["val"] = (q.meta["val"], q.meta["val"].new_empty(2, 3, 8, dtype=torch.float32))
+    assert reference._keeps_precision(node) == kept

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import os
 import platform
 import shutil
@@ -11,6 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from trainfuse.settings import current
+from trainfuse.versions import installed
 
 CXX_FIX = "install g++ (apt-get install g++) or name a compiler in CXX"
 
@@ -56,13 +56,6 @@ def examine() -> list[Finding]:
 OFF_FIX = "see `python -m trainfuse settings` for the setting that turned it off"
 
 
-def _version(distribution: str) -> str | None:
-    try:
-        return importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
 def _torch() -> Finding:
     major, minor = (int(part) for part in torch.__version__.split(".")[:2])
     fix = "trainfuse is tested with torch 2.11 to 2.14"
@@ -70,7 +63,7 @@ def _torch() -> Finding:
 
 
 def _triton() -> Finding:
-    version = _version("triton")
+    version = installed("triton")
     if version is None:
         return Finding("triton", "none", not torch.cuda.is_available(), "pip install triton")
     interpreted = os.environ.get("TRITON_INTERPRET") == "1"

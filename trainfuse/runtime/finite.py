@@ -44,7 +44,12 @@ class Watch:
         self._ready: torch.cuda.Event | None = None
 
     def see(self, outputs: Sequence[Any]) -> bool:
-        """Take note of one call's outputs; True once a loss was found that is not finite."""
+        """Take note of one call's outputs; True once a loss was found that is not finite.
+
+        A call that the user captures is passed over: nothing may be waited for, or asked, there.
+        """
+        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+            return False
         self._calls += 1
         if self._flag is not None:
             if self._ready is not None and not self._ready.query():

@@ -6,7 +6,6 @@ import platform
 import re
 import tempfile
 from collections.abc import Mapping, Sequence
-from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +15,7 @@ from torch import Tensor, fx
 from autodiff.reference import widened_call
 from trainfuse.runtime.emit import RESERVED, Expressions, Namer, device_text
 from trainfuse.runtime.layout import copy_to
+from trainfuse.versions import installed
 
 if TYPE_CHECKING:
     from trainfuse.codegen.ir import GroupKernel
@@ -166,10 +166,11 @@ def head(name: str, problem: str, device: torch.device) -> str:
     where = str(device)
     if device.type == "cuda":
         where = f"{torch.cuda.get_device_name(device)}, CUDA {torch.version.cuda}"
+    ours = installed("trainfuse") or "from source"
     return (
         f"# {name}: {' '.join(problem.split())}\n"
-        f"# torch {torch.__version__}, triton {version('triton')}, trainfuse"
-        f" {version('trainfuse')}, Python {platform.python_version()}; on {where}\n"
+        f"# torch {torch.__version__}, triton {installed('triton')}, trainfuse {ours},"
+        f" Python {platform.python_version()}; on {where}\n"
         f"{IMPORTS}\nDEVICE = {device_text(device)}\n\n\n"
     )
 
