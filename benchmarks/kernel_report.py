@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import statistics
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -280,6 +281,14 @@ def _print_notes(table: Sequence[Cell], console: Console) -> None:
         console.print(line, markup=False, highlight=False)
 
 
+def measured_at(result: Mapping[str, Any]) -> str:
+    """The commits that the rows were measured at, with how many rows each has."""
+    counts = Counter(row.get("commit", result["environment"]["commit"]) for row in result["rows"])
+    if len(counts) < 2:
+        return f"commit {next(iter(counts), result['environment']['commit'])}"
+    return "commits " + ", ".join(f"{commit} ({n} rows)" for commit, n in counts.most_common())
+
+
 def section(result: Mapping[str, Any]) -> str:
     """The README's section: by op, the named cases, the worst, and what must hold."""
     table = cells(result)
@@ -288,7 +297,7 @@ def section(result: Mapping[str, Any]) -> str:
     conditions = (
         f"{e['gpu']}, driver {e['driver']}, torch {e['torch']}, triton {e['triton']}, "
         f"Liger-Kernel {e.get('liger') or 'not installed'}, Python {e['python']}, "
-        f"commit {e['commit']}, {e['date']}."
+        f"{measured_at(result)}, {e['date']}."
     )
     meaning = (
         "GPU time by CUDA graph replay, contenders interleaved in one process, buffers rotated "

@@ -3,6 +3,7 @@
     python -m benchmarks.kernels                              # all cases, about nine minutes
     python -m benchmarks.kernels --only 'softmax*' rope --sizes 16384x4096
     python -m benchmarks.kernels --resume                     # what an earlier run did not reach
+    python -m benchmarks.kernels --only 'rope*' --again       # these anew, the other rows stay
     python -m benchmarks.kernels --cpu                        # every code path, tiny
 
 First `--jobs` processes compile everything into one set of disk caches, each its share of the
@@ -144,8 +145,12 @@ class Run:
         environment = describe(_device(options)) | {"liger": field.liger_version()}
         self.path = options.out / results_name("kernels", environment)
         self.result: dict[str, Any] = {"environment": environment, "copy": [], "rows": []}
-        if options.resume and self.path.exists():
-            self.result |= resumed(self.path, environment)
+        if (options.resume or options.again) and self.path.exists():
+            self.result |= resumed(self.path, environment, any_commit=options.again)
+        if options.again:
+            anew = {case.name for case in selected(options)}
+            rows = [row for row in self.result["rows"] if row["case"] not in anew]
+            self.result |= {"environment": environment, "rows": rows}
         self.compile_s: dict[tuple[str, str], float | None] = {}
 
     @property
@@ -161,6 +166,7 @@ class Run:
     def add(self, rows: Sequence[Row]) -> None:
         """Take a case's rows in and write the file."""
         for row in rows:
+            row["commit"] = self.result["environment"]["commit"]
             row["compile_s"] = self.compile_s.get((row["case"], row["contender"]), row["compile_s"])
         self.result["rows"] += rows
         self.result["floors"] = {c.name: dict(c.floors) for c in selected(self.options)} | (
@@ -264,10 +270,11 @@ def whole_lines(text: str) -> tuple[list[Any], str]:
     return [json.loads(line) for line in lines if line.startswith(("{", "["))], rest
 
 
-def resumed(path: Path, environment: dict[str, Any]) -> dict[str, Any]:
-    """Results to go on with; exits if they are of another commit or machine."""
+def resumed(path: Path, environment: dict[str, Any], *, any_commit: bool) -> dict[str, Any]:
+    """Results to go on with; exits if they are of another machine, or commit where that counts."""
     result = json.loads(path.read_text())
-    for key in ("gpu", "torch", "triton", "commit", "liger"):
+    keys = ("gpu", "torch", "triton", "liger") + (() if any_commit else ("commit",))
+    for key in keys:
         if (before := result["environment"].get(key)) != environment[key]:
             sys.exit(f"{path} has results of {key} {before}, this is {environment[key]}: "
                      "move it away, or run without --resume")  # fmt: skip
@@ -313,6 +320,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--jobs", type=int, help="compiling processes; default: one a core")
     parser.add_argument("--rounds", type=int, default=timing.ROUNDS)
     parser.add_argument("--resume", action="store_true", help="keep the rows that are there")
+    parser.add_argument("--again", action="store_true", help="keep the rows of other cases")
     parser.add_argument("--caches", type=Path, help="folder of compilers' caches; default: empty")
     parser.add_argument("--cpu", action="store_true", help="tiny sizes on the CPU")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the results file")

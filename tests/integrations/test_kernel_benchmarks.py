@@ -252,6 +252,22 @@ def test_results_of_another_commit_are_not_added_to(tmp_path):
         kernels.Run(_options(tmp_path, "--resume"), tmp_path)
 
 
+def test_cases_are_measured_again_beside_the_others(tmp_path):
+    run = kernels.Run(_options(tmp_path), tmp_path)
+    old = {"phase": "forward", "contender": "eager", "commit": "0000000"}
+    run.result["environment"]["commit"] = "0000000"
+    kept, anew = "swiglu-3x20-fp32", "softmax-3x20-fp32"
+    run.result["rows"] = [{**old, "case": name} for name in (kept, anew)]
+    run.write()
+    again = kernels.Run(_options(tmp_path, "--again", "--only", "softmax-*"), tmp_path)
+    assert [row["case"] for row in again.result["rows"]] == [kept]
+    assert again.remaining() == [anew]
+    again.add([{**old, "case": anew, "compile_s": None}])
+    commits = {row["case"]: row["commit"] for row in again.result["rows"]}
+    assert commits[kept] == "0000000" != commits[anew]
+    assert "0000000 (1 rows)" in kernel_report.measured_at(again.result)
+
+
 def _child(tmp_path: Path, *parts: str, status: int = 0) -> tuple[subprocess.Popen, Path]:
     """A process that writes its output in parts, as a buffer would cut it."""
     output = tmp_path / "rows"

@@ -222,7 +222,7 @@ def test_copies_go_to_the_host_when_there_is_no_room(monkeypatch: pytest.MonkeyP
 
 @pytest.mark.parametrize(("device", "kept"), [("cuda", True), ("cpu", False)])
 def test_attention_stays_in_its_precision_on_a_gpu(device: str, kept: bool) -> None:
-    """cuDNN's takes fp64 tensors, and returns noise."""
+    """Called with fp64 tensors it may return noise, and raise nothing."""
     graph = fx.Graph()
     with FakeTensorMode():
         q = graph.placeholder("q")
