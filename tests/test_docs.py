@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from trainfuse import log
 from trainfuse.fields import DUMPS, SWITCHES
@@ -58,3 +59,18 @@ def test_the_quickstart_runs() -> None:
         exec(compile(block, "quickstart.md", "exec"), namespace)
     assert namespace["loss"].isfinite()
     assert namespace["train_step"].stats()["gate"] == "pass"
+
+
+def test_the_testing_page_and_the_two_lines_of_the_readme_run(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    namespace: dict[str, Any] = {}
+    blocks = snippets(ROOT / "docs" / "testing.md")
+    assert len(blocks) == 2
+    for block in blocks:
+        exec(compile(block, "testing.md", "exec"), namespace)
+    assert float(capsys.readouterr().out.split()[0]) <= 2.0
+    (two,) = (b for b in snippets(ROOT / "README.md") if "assert_gradients_match" in b)
+    assert two.count("\n") == 2
+    x = torch.randn(3, 4, requires_grad=True)
+    exec(compile(two, "README.md", "exec"), {"model": torch.nn.Linear(4, 2), "x": x})

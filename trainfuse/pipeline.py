@@ -413,11 +413,12 @@ class Builder:
         step = CapturedStep(captured, self._boundary, fast_rng=masks)
         strict = settings.strict or not settings.fallback
         compared = settings.verify not in ("off", "kernels")
+        graph = captured.graph
         return Checks(
             step,
             StepGate(step, strict=strict) if compared else None,
             # with the masks of the plan, and no other pass
-            lambda: _dropout(State(captured.graph, facts)).graph,
+            lambda: _dropout(State(graph, facts)).graph,
             every=settings.verify if isinstance(settings.verify, int) else None,
             nan_check=settings.nan_check,
         )

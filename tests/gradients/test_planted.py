@@ -8,15 +8,17 @@ from __future__ import annotations
 import warnings
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from autodiff.verify import GraphDefect
 from tests.gradients.compilers import Compiler
-from tests.gradients.planted.planting import Fault
+from tests.gradients.planted.planting import Fault, captured
 from tests.gradients.planted.table import FAULTS
 from tests.gradients.planted.trainings import TRAININGS
-from trainfuse.testing import gradient_report, steps
+from trainfuse.testing import gradient_report, step_gradients, steps
 
 # numpy warns of what a fault computes in lanes that nothing stores
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -93,6 +95,21 @@ def test_without_a_fault_all_is_well(training: str, compiled: Compiled) -> None:
     compile_fn = compiled(verify=1)
     gradient_report(TRAININGS[training], compile_fn).check()
     compile_fn.check()
+
+
+def test_a_wrong_phase_label_is_the_verifier_s(
+    compiled: Compiled, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It changes no number by itself: phases decide what is fused, saved and computed again."""
+
+    def mislabel(graph: Any) -> Any:
+        node = graph.nodes("backward")[0]
+        facts = {**graph.facts, node: replace(graph.facts[node], phase="forward")}
+        return graph.replace(facts=facts)
+
+    captured(mislabel)(monkeypatch, [])
+    with pytest.raises(GraphDefect, match="a forward node links to"):
+        step_gradients(TRAININGS["square"], compiled(check=True), steps=1)
 
 
 def test_the_table_is_long_and_names_are_its_keys() -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import re
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -477,3 +479,14 @@ def test_a_step_whose_reference_does_not_fit_runs_uncompared(
     train(compiled)
     assert "no memory" in caplog.text
     assert compiled.stats()["gate"] == "pass"
+
+
+@pytest.mark.parametrize("verify", ["kernels", "step", 2])
+def test_a_plan_keeps_no_batch_alive(verify: str | int) -> None:
+    compiled = trainfuse.compile(make()[1], backend="triton", verify=verify)
+    batches_ = [torch.randn(5, 4) for _ in range(3)]
+    seen = [weakref.ref(x) for x in batches_]
+    while batches_:
+        compiled(batches_.pop())
+    gc.collect()
+    assert [ref() for ref in seen] == [None] * 3

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import trainfuse
 from trainfuse.capture.shadow import Seen, Shadow
-from trainfuse.runtime import captured
+from trainfuse.runtime import captured, step_gate
 
 pytestmark = [  # triton 3.6 and torch 2.11 warn about themselves
     pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning"),
@@ -89,9 +89,21 @@ def autocast() -> Any:
     return step, model, (torch.randn(5, 6),)
 
 
+def around() -> Any:
+    """Autocast around the step, which no node of its graph says."""
+    model = nn.Sequential(nn.Linear(6, 8), nn.GELU(), nn.Linear(8, 2))
+    step = _step(model, lambda x: model(x).float().square().mean())
+    return step, model, (torch.randn(5, 6),)
+
+
 MAKERS: dict[str, Make] = {
-    make.__name__: make for make in (batch_norm, checkpointed, attention, autocast)
+    make.__name__: make for make in (batch_norm, checkpointed, attention, autocast, around)
 }
+
+
+def run(compiled: Any, make: Make, batch: tuple[Tensor, ...]) -> Any:
+    with torch.autocast("cpu", torch.bfloat16, enabled=make is around):
+        return compiled(*batch)
 
 
 @pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
@@ -113,6 +125,13 @@ def test_it_sees_the_step_and_leaves_no_trace(make: Make, monkeypatch: pytest.Mo
         return seen
 
     results: list[Any] = []
+    suspected: list[bool] = []
+    suspicious = step_gate.StepGate._suspicious
+    monkeypatch.setattr(
+        step_gate.StepGate,
+        "_suspicious",
+        lambda *a: (suspected.append(suspicious(*a)), suspected[-1])[1],
+    )
     own = captured.CapturedStep.seen
     monkeypatch.setattr(Shadow, "look", watched)
     monkeypatch.setattr(
@@ -122,9 +141,11 @@ def test_it_sees_the_step_and_leaves_no_trace(make: Make, monkeypatch: pytest.Mo
     step, model, batch = make()
     compiled = trainfuse.compile(step, backend="eager", verify=1)
     for _ in range(3):
-        compiled(*batch)
+        run(compiled, make, batch)
     assert compiled.stats()["gate"] == "pass"
+    assert compiled.explain().capture == "whole_step"
     assert len(looks) == 3
+    assert suspected == [False] * 3
     assert all(result is not None for result in results), "the masks were other ones"
     trained = [p for p in model.parameters() if p.requires_grad]
     (gradients,) = looks[-1][0].gradients
@@ -150,7 +171,7 @@ def test_taken_over_it_trains_as_the_plan_would(make: Make) -> None:
                     return beside(self, run)
 
                 patch.setattr(Shadow, "beside", mine)
-            losses = [compiled(*batch) for _ in range(3)]
+            losses = [run(compiled, make, batch) for _ in range(3)]
         states.append((losses, dict(model.state_dict())))
         assert bool(compiled.stats()["calls"]) is not take_over
     torch.testing.assert_close(*states, rtol=2e-3, atol=1e-4)

@@ -51,6 +51,11 @@ class Shadow:
     def __init__(self, gm: fx.GraphModule) -> None:
         self.gm = gm
         self.fast_rng = True
+        # as Dynamo guards it; AOTAutograd's wrapper, in which `look` is called, turns it off
+        self._autocast = {
+            device: (torch.is_autocast_enabled(device), torch.get_autocast_dtype(device))
+            for device in ("cuda", "cpu")
+        }
         self._args: Sequence[Any] = ()
         self._took_over = False
 
@@ -108,7 +113,12 @@ class Shadow:
 
     def _run(self, args: Sequence[Any], update: Callable[..., None], seen: Seen) -> Any:
         masks = Masks() if self.fast_rng else None
-        with torch.enable_grad(), contextlib.nullcontext() if masks is None else installed(masks):
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(torch.enable_grad())
+            for device, (enabled, dtype) in self._autocast.items():
+                stack.enter_context(torch.autocast(device, dtype, enabled))
+            if masks is not None:
+                stack.enter_context(installed(masks))
             outputs = _Eager(self.gm, update, masks).run(*args)
         seen.draws = 0 if masks is None else masks.count
         return outputs

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -52,7 +53,9 @@ class CapturedStep:
 
     def __init__(self, captured: Captured, boundary: Boundary, *, fast_rng: bool) -> None:
         self.tg, self.shadow = captured.graph, captured.shadow
-        self._captured, self.boundary, self._fast_rng = captured, boundary, fast_rng
+        self.boundary, self._fast_rng = boundary, fast_rng
+        # not the capture itself: it holds the inputs of its first call
+        self._sources, self._results_of = captured.sources, captured.results
         if self.shadow is not None:
             self.shadow.fast_rng = fast_rng
         self._placeholders = self.tg.graph.find_nodes(op="placeholder")
@@ -71,18 +74,15 @@ class CapturedStep:
         self._written = {self.names[t]: v for t, v in zip(targets, values, strict=True)}
         self._position = {node: i for i, node in enumerate(self._placeholders)}
         self._places = {self.names[t]: self._position[t] for t in targets}
-        self.has_halves = any(
-            v.dtype in (torch.float16, torch.bfloat16)
-            for node in self.tg.graph.nodes
-            if isinstance(v := node.meta.get("val"), Tensor)
-        )
+        values = (node.meta.get("val") for node in self.tg.graph.nodes)
+        self.dtypes = {v.dtype for v in values if isinstance(v, Tensor)}
         self.draws = sum(n.target is _DROPOUT for n in _behind(self._wanted())) * fast_rng
 
     def _wanted(self) -> list[fx.Node]:
         grads = [g for update in self.updates for g in _grads(update)]
         return [*grads, *self._outputs.values(), *self._written.values()]
 
-    @property
+    @cached_property
     def needs(self) -> int:
         """Bytes that the captured graph takes when it runs: an upper bound of what a plan does."""
         return bytes_of(self.tg.nodes(), self._wanted())
@@ -155,11 +155,11 @@ class CapturedStep:
                 {names.get(key, f"parameter {key}"): grad for key, grad in found.items()}
             )
         for name, node in self._outputs.items():
-            place = self._captured.results[int(name.split()[1])]
+            place = self._results_of[int(name.split()[1])]
             if place is not None and _alike(seen.outputs[place], node):
                 results.outputs[name] = seen.outputs[place]
         for name, position in self._places.items():
-            source = self._captured.sources[position]
+            source = self._sources[position]
             if source is not None and source in seen.written:
                 results.written[name] = seen.written.pop(source)
         for source, value in seen.written.items():  # written by eager alone

@@ -12,6 +12,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from autodiff.graph import TrainingGraph
@@ -49,6 +50,7 @@ class Checks:
         self._watch = Watch()
         self._due = self._runs_aten = False
         self._judging = True
+        self._scaled = torch.float16 in captured.dtypes
         self._snapshot: Snapshot | None = None
 
     def __call__(self, plan: Plan, args: list[Any]) -> list[Any]:
@@ -146,8 +148,9 @@ class Checks:
     def _demand_finite(self, plan: Plan, args: Sequence[Any], outputs: Sequence[Any]) -> None:
         if not self._judging:
             return
-        judged = [*plan.written(args), *losses(outputs)]
-        if not self._captured.tg.nodes("forward"):  # a region's backward: its results are gradients
+        judged = [*plan.trained(args), *losses(outputs)]
+        # a region's backward: its results are gradients, which loss scaling may well overflow
+        if not self._captured.tg.nodes("forward") and (self._nan_check or not self._scaled):
             judged += [o for o in outputs if isinstance(o, Tensor)]
         if not all_finite(judged):
             raise NotFinite
@@ -184,10 +187,13 @@ class Checks:
             pass
         except StepMismatch as wrong:
             self._replace(plan, args, wrong)
+            return self._finite(plan, args, None)
         finally:
             for call in suspects:
                 call.suspected_by = None
-        cause = self._captured.first_nonfinite(args)
+        cause = "what comes into the step"
+        if all_finite(plan.trained(args)):
+            cause = self._captured.first_nonfinite(args)
         self._judging = cause is None
         if cause is not None:
             line = "the loss or a gradient is not finite, and in eager neither: it starts at "

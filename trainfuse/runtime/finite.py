@@ -40,7 +40,8 @@ class Watch:
 
     def __init__(self) -> None:
         self._calls = 0
-        self._flag: Tensor | None = None
+        self._asked = False
+        self._answer: Tensor | None = None
         self._ready: torch.cuda.Event | None = None
 
     def see(self, outputs: Sequence[Any]) -> bool:
@@ -51,17 +52,25 @@ class Watch:
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
             return False
         self._calls += 1
-        if self._flag is not None:
-            if self._ready is not None and not self._ready.query():
-                return False
-            finite, self._flag = bool(self._flag), None
-            return not finite
-        if self._calls % EVERY == 0 and (seen := losses(outputs)):
-            finite = torch.stack([o.detach().isfinite().all() for o in seen]).all()
-            if finite.device.type != "cuda":
-                return not bool(finite)
-            self._flag = torch.empty((), dtype=torch.bool, pin_memory=True)
-            self._flag.copy_(finite, non_blocking=True)
+        if self._asked:
+            return self._answered()
+        if self._calls % EVERY or not (seen := losses(outputs)):
+            return False
+        finite = torch.stack([o.detach().isfinite().all() for o in seen]).all()
+        if finite.device.type != "cuda":
+            return not bool(finite)
+        if self._answer is None:  # allocated once: that may wait for the device
+            self._answer = torch.empty((), dtype=torch.bool, pin_memory=True)
             self._ready = torch.cuda.Event()
-            self._ready.record()
+        assert self._ready is not None
+        self._answer.copy_(finite, non_blocking=True)
+        self._ready.record()
+        self._asked = True
         return False
+
+    def _answered(self) -> bool:
+        assert self._ready is not None and self._answer is not None
+        if not self._ready.query():
+            return False
+        self._asked = False
+        return not bool(self._answer)

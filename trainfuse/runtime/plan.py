@@ -179,11 +179,15 @@ class Plan:
 
     def written(self, args: Sequence[Any]) -> list[Tensor]:
         """Everything that a step writes: inputs, parameters, optimizer state."""
+        return [*(args[i] for i in self._mutated), *self.trained(args)]
+
+    def trained(self, args: Sequence[Any]) -> list[Tensor]:
+        """What the updates write: parameters and optimizer state."""
         values = dict(zip(self.tg.graph.find_nodes(op="placeholder"), args, strict=True))
-        written = [args[i] for i in self._mutated]
+        found: list[Tensor] = []
         for update in self.program.updates.values():
-            written += self._params_of(update, values) + update.state()
-        return written
+            found += self._params_of(update, values) + update.state()
+        return found
 
     def _needs(self) -> int:
         """Bytes that a step takes, if nothing is fused."""

@@ -311,7 +311,10 @@ def _parts(node: fx.Node) -> list[fx.Node]:
 def _count(value: Tensor) -> int:
     count = 1
     for size in value.shape:
-        count *= size if isinstance(size, int) else size.node.hint or 1
+        if isinstance(size, int):
+            count *= size
+        elif size.node.has_hint():  # else the data decides it
+            count *= size.node.hint
     return count
 
 

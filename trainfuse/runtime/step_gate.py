@@ -89,7 +89,8 @@ class StepGate:
 
     def _suspicious(self, eager: Results, exact: Results) -> bool:
         """Whether eager is further from the captured graph than rounding explains at a glance."""
-        share = _SUSPICIOUS * (30 if self.captured.has_halves else 1)
+        halves = {torch.float16, torch.bfloat16} & self.captured.dtypes
+        share = _SUSPICIOUS * (30 if halves else 1)
         for theirs, ours in _pairs(eager, exact):
             if theirs.keys() != ours.keys():
                 return True
