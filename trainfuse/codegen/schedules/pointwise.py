@@ -6,6 +6,7 @@ With several operands a row or a column: in bands.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from torch import fx
 
@@ -34,12 +35,20 @@ TILE = 64  # side of a transposing tile: whole 32-byte sectors both ways, even f
 MIN_RUN = 16  # elements that lie together at each place; fewer don't pay for a tile's masked lanes
 
 
+# With rows: sides of a tile. Without: elements of a flat or banded program.
 LIKELY = (
     Choice(warps=4, block=512),
     Choice(warps=4, block=2048),
     Choice(warps=8, block=2048),
+    Choice(warps=4, rows=32, block=32),
+    Choice(warps=4, rows=32, block=64),
+    Choice(warps=4, rows=64, block=32),
+    Choice(warps=8, rows=64, block=128),
 )
-OTHERS = tuple(products(warps=(4, 8), block=(512, 1024, 2048, 4096, 8192)))
+OTHERS = (
+    *products(warps=(4, 8), block=(512, 1024, 2048, 4096, 8192)),
+    *products(warps=(4, 8), rows=(16, 32, 64, 128), block=(16, 32, 64, 128)),
+)
 
 
 def build(
@@ -56,6 +65,8 @@ def build(
     del options
     order = memory_order(group, group.outputs)
     other = permuted_axis(group, order)
+    if (other is None) != (choice.rows is None):
+        choice = replace(choice, rows=None, block=None)  # sizes of the other kind of program
     if other is not None:
         return tiled(group, target, order, other, choice, absent)
     parts = None if absent is not None else lookups(group, order) or banded.division(group, order)
