@@ -141,6 +141,14 @@ def test_planted_kernel_is_found_and_named(check):
         suite.check_all(calls, check)
 
 
+def test_gradient_may_be_laid_out_as_in_a_trace(runs):
+    """Where a dispatch mode makes ATen derive otherwise, and nowhere else."""
+    eager, exact = runs
+    turned = changed(eager, **FAULTS["layout"](eager))
+    assert problems(turned, changed(eager, traced=eager), exact)
+    assert not problems(turned, changed(eager, traced=turned), exact)
+
+
 def test_joined_calls_keep_their_order():
     calls = [call_of(torch.sin, leaf(3)), call_of(torch.cos, leaf(4))]
     outcome, _ = references(joined(calls))

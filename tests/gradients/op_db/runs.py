@@ -28,6 +28,8 @@ class Outcome:
     aliases: for each output, which leaf's memory it shares, or None. written: leaves whose elements
     the run changed. loose: gradients whose layout says nothing, of leaves that leave gaps in
     memory: `.grad` is laid out anew. loss: of a training step; room: what rounding may do to it.
+    traced: the same under a dispatch mode, as in any trace, where ATen derives some operators
+    otherwise (`ormqr`): their gradients may be laid out as there.
     """
 
     outputs: tuple[Tensor, ...]
@@ -38,6 +40,7 @@ class Outcome:
     loose: frozenset[int] = frozenset()
     loss: Tensor | None = None
     room: float = 0.0
+    traced: Outcome | None = None
 
     @property
     def differentiable(self) -> tuple[Tensor, ...]:
@@ -221,8 +224,8 @@ def references(
 def _both(call: Call, run: Callable[[Sequence[Tensor], bool], Outcome]) -> tuple[Outcome, Outcome]:
     """(eager's, fp64's) outcome of a call; fp64 is given the numbers that eager drew.
 
-    run: of leaves, and whether they are wide. Recording is a dispatch mode, under which ATen
-    derives some operators otherwise (`det`): what draws nothing is run again without it.
+    run: of leaves, and whether they are wide. Recording is a dispatch mode: what draws nothing is
+    run again without it.
     """
     draws = Draws()
     own, again, wide = call.fresh(), call.fresh(), call.fresh(torch.float64)
@@ -232,7 +235,7 @@ def _both(call: Call, run: Callable[[Sequence[Tensor], bool], Outcome]) -> tuple
         exact = run(wide, True)
     if not draws.given:
         with world():
-            eager = run(again, False)
+            eager = replace(run(again, False), traced=eager)
     return eager, exact
 
 
