@@ -152,6 +152,7 @@ def _build() -> dict[str, OpRow]:
     put("iota", "creation", "free", namespace="prims")
     put(_REDUCTIONS, "reduction", "moderate")
     put(_CONTRACTIONS, "contraction", "expensive", "float")
+    put("accumulate accumulate_sum", "contraction", "expensive", "float", namespace="trainfuse")
     put(_GATHERS, "gather", "moderate")
     put("rev", "gather", "moderate", namespace="prims")
     put(_SCATTERS, "scatter", "moderate")

@@ -42,6 +42,7 @@ from trainfuse.fields import Settings
 from trainfuse.fusion.cost import group_cost
 from trainfuse.fusion.grouping import plan_fusion
 from trainfuse.fusion.plan import FusionOptions, FusionPlan
+from trainfuse.fusion.rewrites.chunked_head import chunk_heads, heads_in_regions
 from trainfuse.fusion.rewrites.early_gradients import gradients_in_forward
 from trainfuse.fusion.rewrites.row_statistics import recompute_from_statistics
 from trainfuse.fusion.rewrites.row_sums import simplify_sums
@@ -122,6 +123,18 @@ def _early(state: State) -> State:
     if facts.backend != "triton" or facts.kind != "whole_step":
         return state
     return replace(state, graph=gradients_in_forward(state.graph, unsupported))
+
+
+def _chunks(state: State) -> State:
+    facts = state.facts
+    budget = facts.settings.chunk_memory
+    if facts.backend != "triton" or not budget:
+        return state
+    if facts.kind == "whole_step":
+        graph, refusals = chunk_heads(state.graph, unsupported, budget)
+    else:
+        graph, refusals = state.graph, heads_in_regions(state.graph, budget)
+    return replace(state, graph=graph, refusals=(*state.refusals, *refusals))
 
 
 def _sums(state: State) -> State:
@@ -242,6 +255,7 @@ PASSES: tuple[tuple[str, Callable[[State], State], str], ...] = (
         "masks become functions of one seed; before recompute, which copies them",
     ),
     ("early gradients", _early, "a row loss's gradient is forward, where one kernel makes both"),
+    ("chunks", _chunks, "a head and its loss by chunks of rows, where the logits are too large"),
     ("channel norms", _channel_norms, "batch and group norms in pieces: recompute sees into them"),
     ("rereads", _rereads, "the backward makes masks of what it reads, rather than read them, too"),
     ("recompute", _recompute, "whole steps: chooses what the backward saves; composites are whole"),

@@ -9,6 +9,8 @@ import pytest
 import torch
 from training_graphs import Builder
 
+import autodiff.accumulation  # registers an operator
+import autodiff.rng  # noqa: F401  # the same
 from autodiff import ops
 
 aten: Any = torch.ops.aten

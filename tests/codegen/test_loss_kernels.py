@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.codegen.loss_kernels import CASES, kernels
+from tests.codegen.loss_kernels import CASES, head_kernels, kernels
 from trainfuse.fusion.flow import value_bytes
 
 ROOT = Path(__file__).parent.parent.parent
@@ -77,6 +77,25 @@ def no_spills(uses: list[dict[str, int]]) -> None:
 
 def test_no_spills() -> None:
     no_spills(compiled(*QUICK))
+
+
+def test_a_head_in_chunks() -> None:
+    """Eight chunks, few kernels: each may write the gradient over the logits, and none spills."""
+    found = head_kernels()
+    chunks = [
+        (group, kernel)
+        for group, kernel in found
+        if any(n.meta["val"].shape == (1024, 128256) for n in group.inputs)
+    ]
+    assert len(chunks) == 8
+    # the first one's constants stand elsewhere
+    assert len({kernel.key for _, kernel in chunks}) <= 2
+    for group, kernel in chunks:
+        (logits,) = (i for i, n in enumerate(group.inputs) if n.meta["val"].dim() == 2 and
+                     n.meta["val"].shape[1] == 128256)  # fmt: skip
+        written = [i for i, n in enumerate(group.outputs) if n.meta["val"].shape[1] == 128256]
+        assert {(i, logits) for i in written} <= kernel.in_place
+    no_spills(compiled("head"))
 
 
 @pytest.mark.nightly

@@ -302,7 +302,7 @@ class UpdateHandle:
             for p in self.params:
                 p.grad = None
             for index, grad in zip(indices, grads, strict=True):
-                self.params[index].grad = grad
+                self.params[index].grad = grad.to(self.params[index].dtype)
             type(self.optimizer).step(self.optimizer)
         finally:
             for p, grad in zip(self.params, kept, strict=True):

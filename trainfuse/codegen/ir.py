@@ -145,10 +145,15 @@ class Workspace:
 
 @dataclass(frozen=True, slots=True)
 class Module:
-    """The kernels of a group in launch order."""
+    """The kernels of a group in launch order.
+
+    in_place: (output, input) numbers of the group where the output may have the input's memory:
+    every element is written by the program that reads it, when it needs it no more.
+    """
 
     kernels: tuple[Kernel, ...]
     workspaces: tuple[Workspace, ...] = ()
+    in_place: frozenset[tuple[int, int]] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,7 +173,7 @@ class GroupKernel:
 
     key: sha256 of the source and the launch facts; equal groups share it.
     source: a complete Python module with one @triton.jit function a launch.
-    workspaces: (shape, dtype) of the scratch tensors, in ArgRef order.
+    workspaces: (shape, dtype) of the scratch tensors, in ArgRef order. in_place: as in Module.
     """
 
     key: str
@@ -176,3 +181,4 @@ class GroupKernel:
     source: str
     launches: tuple[Launch, ...]
     workspaces: tuple[tuple[tuple[int, ...], torch.dtype], ...] = ()
+    in_place: frozenset[tuple[int, int]] = frozenset()

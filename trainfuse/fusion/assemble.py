@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from torch import fx
 
 from autodiff import ops
+from autodiff.accumulation import ACCUMULATING
 from autodiff.exact import made_once
 from autodiff.graph import Refusal
 from trainfuse.fusion.alone import outruns_aten
@@ -21,6 +24,8 @@ from trainfuse.fusion.segment_ops import ROW_KEYS, SEGMENT_SUM
 KEEP_MASK = "trainfuse.keep_mask.default"
 # One of these alone is worth a kernel: ATen has none for it.
 OURS = frozenset({KEEP_MASK, ROW_KEYS, SEGMENT_SUM})
+PIECES = "trainfuse_pieces"
+"""Set in the meta of a `cat` of pieces that are made one after the other."""
 Item = FusionGroup | fx.Node
 
 
@@ -70,6 +75,16 @@ def _named(order: Sequence[Item]) -> list[Item]:
 def _must_run(node: fx.Node) -> bool:
     """Whether a node runs though nothing reads it."""
     return ops.is_effect(node) or ops.is_assertion(node) or ops.draws_randomness(node)
+
+
+def _upstream(index: int, before: Sequence[set[int]]) -> set[int]:
+    """An item and all that must come before it."""
+    found, pending = {index}, [index]
+    while pending:
+        new = before[pending.pop()] - found
+        found |= new
+        pending += new
+    return found
 
 
 class _Assembly:
@@ -182,7 +197,29 @@ class _Assembly:
             read = item.inputs if isinstance(item, FusionGroup) else item.all_input_nodes
             before.append({home[node] for node in read if node in home})
         self.keep_in_place(items, keys, before)
+        self.keep_apart(items, home, before)
         return [items[index] for index in topological(keys, before)]
+
+    def keep_apart(
+        self, items: Sequence[Item], home: Mapping[fx.Node, int], before: Sequence[set[int]]
+    ) -> None:
+        """Pieces made one after the other: nothing of one before all of the last is done.
+
+        What is ready early would else run early, and hold in memory what pieces are there to save.
+        """
+        nodes = [item for item in items if isinstance(item, fx.Node)]
+        for node in sorted(nodes, key=self.flow.place.__getitem__):
+            made: Any = node.args[0] if node.args else None
+            if node.target in ACCUMULATING and made is not None:
+                pairs = [(made, node)]
+            else:
+                pairs = itertools.pairwise(made) if node.meta.get(PIECES) else ()
+            for first, second in pairs:
+                last, this = home.get(first), home.get(second)
+                if last is None or this is None or last == this:
+                    continue
+                for index in _upstream(this, before) - _upstream(last, before):
+                    before[index].add(last)
 
     def keep_in_place(
         self, items: Sequence[Item], keys: Sequence[int], before: Sequence[set[int]]

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, fx
 
 from autodiff.graph import TrainingGraph
-from trainfuse.runtime.memory import MemoryPlan, Step, deaths
+from trainfuse.runtime.memory import IN_PLACE, MemoryPlan, Step, deaths
 
 RESERVED = frozenset({"_", "aten", "prims", "torch", "slice", "args", "step", "inf", "nan"})
 _WIDTH = 96
@@ -67,16 +67,23 @@ class Expressions:
         return name
 
     def call(
-        self, node: fx.Node, args: Sequence[Any] | None = None, kwargs: Any | None = None
+        self,
+        node: fx.Node,
+        args: Sequence[Any] | None = None,
+        kwargs: Any | None = None,
+        target: Any = None,
     ) -> str:
-        """A call_function node, an overload by its full name; with other arguments if given."""
+        """A call_function node, an overload by its full name; with other arguments if given.
+
+        target: the operator to call instead.
+        """
         args = node.args if args is None else args
         if node.target is operator.getitem:
             return f"{self.value(args[0])}[{self.value(args[1])}]"
         parts = [self.value(a) for a in args]
         kwargs = node.kwargs if kwargs is None else kwargs
         parts += [f"{key}={self.value(v)}" for key, v in kwargs.items()]
-        return f"{self._callee(node.target)}({', '.join(parts)})"
+        return f"{self._callee(target or node.target)}({', '.join(parts)})"
 
     def _callee(self, target: Any) -> str:
         if isinstance(target, torch._ops.OpOverload):
@@ -167,6 +174,9 @@ class Printer(Expressions):
         match step.kind:
             case "aten":
                 assert step.node is not None
+                if step.node in self.plan.reused:
+                    over = self.call(step.node, target=IN_PLACE[step.node.target])
+                    return [f"    {self.namer[step.node]} = {over}"]
                 if step.writes == (step.node,):
                     return [f"    {self.namer[step.node]} = {self.call(step.node)}"]
                 return self._unpacked(step.node, step.writes)
@@ -203,7 +213,9 @@ class Printer(Expressions):
         assert step.group is not None
         lines = [f"    # {step.name}: {operators(step.group.nodes)}"]
         for node in step.writes:
-            if node not in self.plan.in_place:
+            if node in self.plan.reused:
+                lines.append(f"    {self.namer[node]} = {self.name(self.plan.reused[node])}")
+            elif node not in self.plan.in_place:
                 v = node.meta["val"]
                 lines.append(
                     f"    {self.namer[node]} = torch.empty_strided({tuple(v.shape)},"

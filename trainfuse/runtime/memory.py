@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from torch import fx
 
+import autodiff.accumulation  # noqa: F401  # registers torch.ops.trainfuse.accumulate
 from autodiff import ops
 from autodiff.graph import TrainingGraph
 from trainfuse.fusion.indirect import source_of
@@ -22,6 +23,12 @@ StepKind = Literal["aten", "group", "graph", "update", "copy", "clone"]
 _MANY = (tuple, list)
 _UNDECLARED_VIEWS = frozenset({"aten::_unsafe_view", "aten::reshape", "aten::contiguous"})
 """Operators that may return their input's memory although their schema has no alias mark."""
+_sums = torch.ops.trainfuse
+IN_PLACE = {
+    _sums.accumulate.default: _sums.accumulate_.default,
+    _sums.accumulate_sum.default: _sums.accumulate_sum_.default,
+}
+"""Operators that may write their result over their first argument, and the variant that does."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,13 +53,15 @@ class Step:
 class MemoryPlan:
     """Steps with the mutations placed.
 
-    in_place: new value -> the placeholder whose memory it is written into.
+    in_place: new value -> the placeholder whose memory it is written into. reused: new value -> the
+    computed value that dies there, whose memory it takes.
     kept: values that the outputs must take from a clone, as their memory is overwritten later.
     """
 
     steps: tuple[Step, ...]
     in_place: Mapping[fx.Node, fx.Node] = field(default_factory=dict)
     kept: frozenset[fx.Node] = frozenset()
+    reused: Mapping[fx.Node, fx.Node] = field(default_factory=dict)
 
 
 def is_view(node: fx.Node) -> bool:
@@ -136,7 +145,7 @@ def place_mutations(tg: TrainingGraph, steps: Sequence[Step]) -> MemoryPlan:
             and value not in in_place
             and roots[value] is value
             and value not in escaping
-            and _same_layout(value, target)
+            and same_layout(value, target)
             and (last < at or (last == at and _elementwise(step.group, target, value, roots)))
         ):
             in_place[value] = target
@@ -189,7 +198,8 @@ def _insert(
     return placed
 
 
-def _same_layout(a: fx.Node, b: fx.Node) -> bool:
+def same_layout(a: fx.Node, b: fx.Node) -> bool:
+    """Whether two values have one dtype, device, shape and strides."""
     x, y = a.meta["val"], b.meta["val"]
     return (x.dtype, x.device, x.shape, x.stride()) == (y.dtype, y.device, y.shape, y.stride())
 

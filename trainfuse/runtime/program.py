@@ -31,6 +31,7 @@ from trainfuse.runtime.inductor import (
 )
 from trainfuse.runtime.launch import INTERPRETER, GroupLauncher
 from trainfuse.runtime.memory import Step, fold_results, place_mutations
+from trainfuse.runtime.reuse import place_reuse
 
 if TYPE_CHECKING:
     from trainfuse.capture.optimizers import UpdateHandle
@@ -128,6 +129,7 @@ def build_program(
         case "eager":
             builder.nodes(tg.nodes())
     memory = place_mutations(tg, fold_results(builder.steps))
+    memory = place_reuse(tg, memory, kernels)
     printer = Printer(tg, memory, builder.callables)
     source = printer.render()
     _log.info("Optimized Graph:\n%s", source)

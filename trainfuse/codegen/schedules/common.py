@@ -31,6 +31,34 @@ def own_axes(domain: Domain, node: fx.Node) -> frozenset[int]:
     return frozenset(axis for dim in domain.axes[node] for axis in dim)
 
 
+def aligned(group: Group) -> frozenset[tuple[int, int]]:
+    """(output, input) numbers of whole values that walk the group's axes alike."""
+    axes = group.domain.axes
+    every = frozenset(range(len(group.domain.sizes)))
+    return frozenset(
+        (o, i)
+        for o, output in enumerate(group.outputs)
+        for i, source in enumerate(group.inputs)
+        if axes.get(source) == axes[output] and own_axes(group.domain, output) == every
+    )
+
+
+def read_by(group: Group, nodes: Iterable[fx.Node]) -> set[fx.Node]:
+    """Inputs that are read where these values are computed, down to reductions made before."""
+    members, found = set(group.nodes), set[fx.Node]()
+    pending, seen = list(nodes), set[fx.Node]()
+    while pending:
+        node = pending.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        if node not in members:
+            found.add(node)
+        elif not group.domain.reduced.get(node):
+            pending += node.all_input_nodes
+    return found
+
+
 def levels(nodes: list[fx.Node], reduced: frozenset[fx.Node]) -> dict[fx.Node, int]:
     """How many reductions in a row each node waits for."""
     found: dict[fx.Node, int] = {}

@@ -13,10 +13,11 @@ from torch import fx
 from trainfuse.codegen import reductions
 from trainfuse.codegen.builder import Builder, Group
 from trainfuse.codegen.choices import Choice, products
-from trainfuse.codegen.ir import Loop, Module
+from trainfuse.codegen.ir import Barrier, Loop, Module
 from trainfuse.codegen.reductions import Accumulator, Reduction
 from trainfuse.codegen.schedules import online
 from trainfuse.codegen.schedules.common import (
+    aligned,
     column_definitions,
     column_segments,
     constants,
@@ -29,6 +30,7 @@ from trainfuse.codegen.schedules.common import (
     needed,
     own_axes,
     preload,
+    read_by,
     rows_are_neighbours,
 )
 from trainfuse.codegen.targets import CodegenOptions, Target
@@ -172,15 +174,19 @@ def in_registers(group: Group, target: Target, choice: Choice) -> Module:
         if node in group.outputs:
             builder.store(node)
     doc = f"A row in registers: {describe(group, nodes)}."
-    return Module((kernel(builder, "row_kernel", doc, (divide_up(total, rows), 1, 1), warps),))
+    launch = kernel(builder, "row_kernel", doc, (divide_up(total, rows), 1, 1), warps)
+    # with more threads than elements several hold one, and none waits until all have read it
+    alone = all(rows * block >= 32 * warps for _, block in cover(width))
+    return Module((launch,), in_place=aligned(group) if alone else frozenset())
 
 
 @dataclass(frozen=True, slots=True)
 class Pass:
     """One level of a row in chunks: reductions of values that are ready, then what they allow.
 
-    accs, both: reductions made in a loop over the chunks, both: a maximum with its sum. picks:
-    single elements, read after it. thin, wide: outputs of one element a row, and of the whole row.
+    picks: single elements, read first: a gradient may be written over its logits. accs, both:
+    reductions made in a loop over the chunks, both: a maximum with its sum. thin, wide: outputs of
+    one element a row, and of the whole row.
     """
 
     accs: list[Accumulator]
@@ -193,6 +199,12 @@ class Pass:
     def walks(self) -> bool:
         """Whether it goes over the row at all."""
         return bool(self.accs or self.both or self.wide)
+
+    def read(self) -> list[fx.Node]:
+        """Values that are computed in it."""
+        reds = [*(acc.red for acc in self.accs), *(red for pair in self.both for red in pair)]
+        found = [node for red in (*reds, *self.picks) for node in red.node.all_input_nodes]
+        return [*found, *self.thin, *self.wide]
 
 
 def passes(group: Group, nodes: list[fx.Node]) -> list[Pass]:
@@ -279,6 +291,10 @@ def chunked(group: Group, target: Target, options: CodegenOptions, choice: Choic
     for step in plan:
         for node in step.thin:
             builder.store(node)
+        for red in step.picks:
+            reductions.pick(builder, red, "col")
+        if step.picks:
+            builder.body.append(Barrier("every warp has its element: it may be written over"))
         if step.walks:
             walk(builder, step, back)
             back = not back
@@ -286,13 +302,22 @@ def chunked(group: Group, target: Target, options: CodegenOptions, choice: Choic
             reductions.settle(builder, acc.red, reductions.finish(builder, acc), ROW)
         for pair in step.both:
             online.finish(builder, pair)
-        for red in step.picks:
-            reductions.pick(builder, red, "col")
     for node in nodes:
         if domain.reduced.get(node) and node in group.outputs:
             builder.store(node)
     doc = f"A row in chunks: {describe(group, nodes)}."
-    return Module((kernel(builder, "row_kernel", doc, (divide_up(total, rows), 1, 1), warps),))
+    launch = kernel(builder, "row_kernel", doc, (divide_up(total, rows), 1, 1), warps)
+    return Module((launch,), in_place=overwritable(group, plan))
+
+
+def overwritable(group: Group, plan: list[Pass]) -> frozenset[tuple[int, int]]:
+    """(output, input) numbers where no later pass reads what the output would be written over."""
+    found = aligned(group)
+    for number, step in enumerate(plan):
+        late = read_by(group, [node for later in plan[number + 1 :] for node in later.read()])
+        outputs = {group.outputs.index(node) for node in step.wide}
+        found -= {(o, i) for o in outputs for i, node in enumerate(group.inputs) if node in late}
+    return found
 
 
 def walk(builder: Builder, step: Pass, back: bool) -> None:

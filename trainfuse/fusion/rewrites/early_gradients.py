@@ -78,6 +78,10 @@ class _Early:
             return False
         return kind != "reduction" or _along_rows(node)
 
+    def inside(self, node: fx.Node) -> bool:
+        """Whether a kernel computes a value, rather than read it, or a view of it, from memory."""
+        return self.fusible(node) and (not is_view(node) or self.fusible(root(node)))
+
     def ready(self, node: fx.Node) -> bool:
         if node.op != "call_function":
             return node.name not in self.tangents
@@ -121,18 +125,19 @@ class _Early:
             node = pending.pop()
             if node not in above:
                 above.add(node)
-                pending += node.all_input_nodes if self.fusible(node) else ()
+                pending += node.all_input_nodes if self.inside(node) else ()
         # what is computed from a value as large as the results
         depends: set[fx.Node] = set()
         members: set[fx.Node] = set()
         for node in sorted(above, key=self.place.__getitem__):
-            if not self.fusible(node):
+            if not self.inside(node):
                 depends.update([node] if _numel(node) >= size else ())
             elif not depends.isdisjoint(node.all_input_nodes):
                 depends.add(node)
                 members.add(node)
         for node in list(members):
             members.update(n for n in node.all_input_nodes if _is_creation(n))
+        members |= views_of_one({n for m in members for n in m.all_input_nodes} - members)
         order = [node for node in self.tg.nodes() if node in members]
         forward = [node for node in order if self.tg.phase(node) == "forward"]
         if not any(ops.lookup(node.target).kind == "reduction" for node in forward):
@@ -149,12 +154,29 @@ class _Early:
         first = min(map(self.place.__getitem__, members))
         while pending:
             node = pending.pop()
-            if node in members:
-                return True
+            if node in members and not _is_creation(node):
+                return True  # a constant comes from no kernel
             if node not in seen and self.place[node] > first:
                 seen.add(node)
                 pending.update(node.all_input_nodes)
         return False
+
+
+def views_of_one(nodes: Iterable[fx.Node]) -> set[fx.Node]:
+    """Views between values that are read and what they show, where they show one in several ways.
+
+    With them a group's axes are the same in all; without, nothing tells it.
+    """
+    by_root: dict[fx.Node, list[fx.Node]] = {}
+    for node in nodes:
+        by_root.setdefault(root(node), []).append(node)
+    found: set[fx.Node] = set()
+    for several in by_root.values():
+        for node in several if len(several) > 1 else ():
+            while is_view(node) and node not in found:
+                found.add(node)
+                node = node.args[0]  # type: ignore[assignment]  # a view's source
+    return found
 
 
 def _along_rows(node: fx.Node) -> bool:

@@ -15,6 +15,7 @@ in fp32 until the end.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -111,7 +112,7 @@ class _Row:
             return True
         if value.op == "call_function" and value.target is aten.expand.default:
             return self.constant(value.args[0])
-        return _fill(value) is not None
+        return fill_of(value) is not None
 
     def closed(self, value: Any) -> bool:
         """Whether a value's sum along the row is known without a pass over the row."""
@@ -200,7 +201,7 @@ def _is_float(node: fx.Node) -> bool:
     return node.meta["val"].dtype.is_floating_point
 
 
-def _fill(node: fx.Node) -> int | float | None:
+def fill_of(node: fx.Node) -> int | float | None:
     """The number that a constant tensor is filled with; None for any other value."""
     if node.op != "call_function":
         return None
@@ -211,7 +212,7 @@ def _fill(node: fx.Node) -> int | float | None:
 
 
 def _is_zero(value: Any) -> bool:
-    number = _fill(value) if isinstance(value, fx.Node) else value
+    number = fill_of(value) if isinstance(value, fx.Node) else value
     return isinstance(number, int | float) and number == 0
 
 
@@ -249,7 +250,7 @@ class _Closing:
         slim[self.row.dim] = 1
         like = value.meta["val"]
         return self.emit(
-            aten.full.default, slim, _fill(value), dtype=like.dtype, device=like.device
+            aten.full.default, slim, fill_of(value), dtype=like.dtype, device=like.device
         )
 
     def terms(self, value: Any) -> list[tuple[Any, int]]:
@@ -370,12 +371,10 @@ def _follows_rows(node: fx.Node) -> bool:
         if ops.lookup(value.target).kind == "reduction":
             read = value.args[0]
             dims = argument(value, "dim")
-            if (
-                isinstance(read, fx.Node)
-                and _shape(read) == shape
-                and dims is not None
-                and [dim % len(shape) for dim in dims] == [len(shape) - 1]
-            ):
+            own = _shape(read) if isinstance(read, fx.Node) else None
+            # a loss may flatten its rows before it sums
+            same = own is not None and own[-1] == shape[-1] and math.prod(own) == math.prod(shape)
+            if own and same and dims and [dim % len(own) for dim in dims] == [len(own) - 1]:
                 return True
         elif ops.lookup(value.target).kind == "pointwise":
             pending += [read for read in value.all_input_nodes if read not in seen]

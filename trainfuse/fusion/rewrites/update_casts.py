@@ -2,7 +2,9 @@
 
 Under autocast every weight gradient is computed in half precision and cast to the parameter's
 type only to be read by the optimizer. The update's template casts its gradient itself, so the
-copy in between is a write and a read saved. Obligations: the update is the cast's only reader, and
+copy in between is a write and a read saved. The same of a gradient that a chunked head has summed
+in fp32 for a half parameter: beside the sum the copy would be half as much memory again.
+Obligations: the update is the cast's only reader, and
 the uncast gradient has the parameter's shape and strides (the update walks memory linearly).
 """
 
@@ -11,6 +13,7 @@ from __future__ import annotations
 import torch
 from torch import fx
 
+import autodiff.accumulation  # noqa: F401  # registers torch.ops.trainfuse.accumulate
 from autodiff.graph import TrainingGraph
 from autodiff.rewrite import GraphEdit
 
@@ -21,7 +24,7 @@ _CASTS = (
 
 
 def fold_update_casts(tg: TrainingGraph) -> TrainingGraph:
-    """Let update nodes read half-precision gradients before their cast to the parameter's type."""
+    """Let update nodes read gradients before their cast to the parameter's type."""
     update = torch.ops.trainfuse.update.default
     if not any(node.target is update for node in tg.graph.nodes):
         return tg
@@ -41,6 +44,8 @@ def _uncast(param: fx.Node, grad: fx.Node) -> fx.Node:
     source = grad.args[0]
     assert isinstance(source, fx.Node)
     before, after, owner = source.meta["val"], grad.meta["val"], param.meta["val"]
-    narrowing = before.dtype in (torch.float16, torch.bfloat16) and after.dtype == owner.dtype
+    half = before.dtype in (torch.float16, torch.bfloat16)
+    worthwhile = half or source.target is torch.ops.trainfuse.accumulate.default
     layout = before.stride() == owner.stride() and before.shape == owner.shape
-    return source if narrowing and layout and before.device == owner.device else grad
+    same = after.dtype == owner.dtype and before.device == owner.device
+    return source if worthwhile and layout and same else grad
