@@ -274,7 +274,8 @@ OPS: tuple[Op, ...] = (
     _rows("mul", f.mul, _matrices(2), (3,), (5,)),
     # the matrix's own gradient is the cotangent itself: nothing to do
     _rows("broadcast_add", f.broadcast_add, _matrices(1, biases=1, grads="last"), (2, 1), (1, 1)),
-    _rows("reduction_epilogue", f.reduction_epilogue, _matrices(1, biases=1), (1, 2), (1, 3)),
+    # the matrix's gradient is one row, expanded: no bytes
+    _rows("reduction_epilogue", f.reduction_epilogue, _matrices(1, biases=1), (1, 2), (0, 3)),
     # both matrices have one gradient, which is written once
     _rows("transpose_add", f.transpose_add, _matrices(2), (3,), (3,)),
     _rows("slice_cat_pad", f.slice_cat_pad, _matrices(2), (2, 0, 32), (3,)),

@@ -155,7 +155,11 @@ def _scatters(state: State) -> State:
     # only our own kernels sum by sorted keys
     if state.facts.backend != "triton":
         return state
-    graph, refusals = sum_sorted_segments(state.graph, state.facts.settings.skip_ops)
+    graph, refusals = sum_sorted_segments(
+        state.graph,
+        state.facts.settings.skip_ops,
+        launches_cost=not state.facts.target.interpreted,
+    )
     return replace(state, graph=graph, refusals=(*state.refusals, *refusals))
 
 

@@ -9,7 +9,9 @@ from torch.nn import functional
 
 import trainfuse
 from autodiff import ops
+from tests.autodiff.training_graphs import training_graph
 from trainfuse.fusion.plan import FusionGroup
+from trainfuse.fusion.rewrites.scatter_sums import sum_sorted_segments
 from trainfuse.testing import Training, assert_gradients_match, gradient_report
 
 
@@ -149,6 +151,34 @@ def test_what_stays_aten():
     for watched, reason in ((few, "too few"), (frequency, "how often"), (ragged, "along a row")):
         refusals = [r.reason for plan in watched.compiled.plans for r in plan.state.refusals]
         assert any(reason in text for text in refusals), refusals
+
+
+def scattered(launches_cost: bool, fn, *args) -> list[str]:
+    """Why what a function adds by index stays ATen."""
+    _, refusals = sum_sorted_segments(
+        training_graph(fn, list(args), [0]), launches_cost=launches_cost
+    )
+    return [refusal.reason for refusal in refusals]
+
+
+def test_a_sort_must_pay_for_its_launches_where_they_cost():
+    ids = _ids(70, 256)
+    assert scattered(False, embedded, _t(70, 65), ids) == []
+    (reason,) = scattered(True, embedded, _t(70, 65), ids)
+    assert "launches" in reason
+    assert scattered(True, embedded, _t(70, 512), ids) == []
+
+
+def test_atomics_are_slow_in_large_numbers_only():
+    def added(x, ids):
+        return torch.zeros(70, x.shape[1]).index_add(0, ids, x) * 2
+
+    ids = _ids(70, 8192)
+    assert scattered(True, added, _t(8192, 512), ids) == []
+    (few,) = scattered(True, added, _t(8192, 256), ids)
+    assert "launches" in few
+    (odd,) = scattered(True, added, _t(8192, 513), ids)
+    assert "vectors" in odd
 
 
 def test_equal_indices_share_a_sort():
