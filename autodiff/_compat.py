@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
+from unittest import mock
 
 import torch
+import torch.utils.checkpoint
 from torch import fx
 from torch._functorch import partitioners
 from torch._prims_common import suggest_memory_format as suggest_memory_format
@@ -14,6 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
 FakeMode = FakeTensorMode
+_Function = Callable[..., Any]
 
 
 def fake_mode_among(values: Any) -> FakeMode | None:
@@ -28,6 +31,33 @@ def fake_mode_among(values: Any) -> FakeMode | None:
 def plain_tracing() -> Iterator[None]:
     """No gradient and no autocast: a caller's autocast would cast the operands of formulas."""
     with torch.no_grad(), torch._C._DisableAutocast():
+        yield
+
+
+@contextlib.contextmanager
+def recomputing_through(wrap: Callable[[_Function], _Function]) -> Iterator[None]:
+    """Checkpoints that begin in the block run what they run again as `wrap(function)`.
+
+    `wrap` is called as the checkpoint begins. Works on torch 2.11 to 2.14.
+    """
+    module, reentrant = torch.utils.checkpoint, torch.utils.checkpoint.CheckpointFunction
+    name = "_checkpoint_without_reentrant_generator"
+    name = f"{name}_impl" if hasattr(module, f"{name}_impl") else name
+    own = getattr(module, name)
+
+    def begin(function: _Function, *args: Any, **kwargs: Any) -> Any:
+        return own(wrap(function), *args, **kwargs)
+
+    class Reentrant:
+        @staticmethod
+        def apply(function: _Function, *args: Any) -> Any:
+            first, again = iter([function]), wrap(function)
+            return reentrant.apply(lambda *given: next(first, again)(*given), *args)
+
+    with (
+        mock.patch.object(module, name, begin),
+        mock.patch.object(module, "CheckpointFunction", Reentrant),
+    ):
         yield
 
 

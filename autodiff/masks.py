@@ -7,14 +7,18 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from typing import Any
 from unittest import mock
 
 import torch
 from torch.nn import functional
 
-from . import philox  # noqa: F401  # registers torch.ops.trainfuse.seed and keep_mask
+from . import (
+    _compat,
+    philox,  # noqa: F401  # registers torch.ops.trainfuse.seed and keep_mask
+)
 
 
 @dataclass(slots=True)
@@ -34,6 +38,19 @@ class Masks:
         mask = torch.ops.trainfuse.keep_mask(self.seeds[x.device], self.count, p, list(x.shape))
         self.count += 1
         return mask
+
+    def repeated(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """What runs a function again, with the masks of its first run, which begins now."""
+        first = self.count
+
+        def again(*args: Any, **kwargs: Any) -> Any:
+            later, self.count = self.count, first
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self.count = later
+
+        return again
 
     def dropout(
         self,
@@ -97,10 +114,12 @@ DROPOUT, ATTENTION = functional.dropout, functional.scaled_dot_product_attention
 def installed(masks: Masks) -> Iterator[None]:
     """Within the block `F.dropout`, and the dropout of attention, take these masks.
 
-    Serves `nn.Dropout` and `nn.MultiheadAttention` too; dropout inside `nn.LSTM` stays torch's.
+    Serves `nn.Dropout` and `nn.MultiheadAttention` too; dropout inside `nn.LSTM` stays torch's. A
+    checkpoint takes the same masks when it runs again.
     """
     with (
         mock.patch.object(functional, "dropout", masks.dropout),
         mock.patch.object(functional, "scaled_dot_product_attention", masks.attend),
+        _compat.recomputing_through(masks.repeated),
     ):
         yield

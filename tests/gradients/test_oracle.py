@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 from tests.gradients import cases
 from trainfuse.testing import (
@@ -265,6 +266,36 @@ def test_masks_are_one_program_s_and_follow_the_generator():
     assert not torch.equal(first, other[0])
     assert abs(float((first == 0).float().mean()) - 0.3) < 0.03
     assert torch.allclose(first[first != 0], torch.tensor(1 / 0.7))
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_checkpoint_runs_again_with_its_masks(reentrant):
+    """Nested, and with a dropout after it that has a mask of its own."""
+
+    def inner(x):
+        return functional.dropout(x, 0.5).exp()
+
+    def chain(x, run):
+        def outer(x):
+            return functional.dropout(run(inner, x), 0.5)
+
+        return functional.dropout(run(outer, functional.dropout(x, 0.5)), 0.5)
+
+    def again(function, x):
+        return checkpoint(function, x, use_reentrant=reentrant)
+
+    x = torch.randn(500, requires_grad=True)
+    found = []
+    for run in (lambda function, given: function(given), again):
+        x.grad = None
+        torch.manual_seed(0)
+        with fused_masks():
+            out = chain(x, run)
+            out.sum().backward()
+        found.append((out.detach(), x.grad))
+    torch.testing.assert_close(*found, rtol=0, atol=0)
+    kept = found[0][0] != 0
+    assert 0 < int(kept.sum()) < 500
 
 
 @pytest.mark.parametrize("causal", [False, True])
