@@ -27,6 +27,7 @@ BATCH = 8  # samples in one plan of the nightly run
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
+@pytest.mark.covers("B op_db")
 @pytest.mark.parametrize("name", COMPARED)
 def test_operator(name):
     """By itself, with extremal values and gaps in memory; and as documented."""
@@ -89,6 +90,7 @@ def _batches(calls: list[Call]) -> list[list[Call]]:
     return [able[i : i + BATCH] for i in range(0, len(able), BATCH)]
 
 
+@pytest.mark.covers("B op_db")
 @pytest.mark.nightly
 @pytest.mark.parametrize("check", [suite.check_alone, suite.check_step])
 @pytest.mark.parametrize("name", COMPARED)
@@ -105,6 +107,7 @@ def test_all_samples(name, check):
 OTHER_TYPES = (torch.bfloat16, torch.float16, torch.float64)
 
 
+@pytest.mark.covers("B op_db")
 @pytest.mark.nightly
 @pytest.mark.parametrize("dtype", OTHER_TYPES, ids=lambda d: str(d).removeprefix("torch."))
 @pytest.mark.parametrize("name", OPERATORS)
