@@ -289,7 +289,8 @@ def test_rows_are_taken_in_as_they_come_and_a_death_is_noticed(tmp_path):
     why = run._follow(*_child(tmp_path, text[:30], text[30:], '[{"case": "half', status=3))
     assert why == "exit status 3"
     assert run.options.roof == 5e9
-    assert run.result["rows"] == rows
+    commit = run.result["environment"]["commit"]
+    assert run.result["rows"] == [row | {"commit": commit} for row in rows]
     assert case not in run.remaining()
 
 
