@@ -189,7 +189,8 @@ OPS: dict[str, Row] = {
                 "lib.minimum(lib.maximum({self} + 3.0, 0.0), 6.0) * 0.16666666666666666"
             ),
             "hardsigmoid_backward": Row(
-                "tl.where(({self} > -3.0) & ({self} < 3.0), {grad_output} * 0.16666666666666666, 0)"
+                # ATen's sixth, in fp64 too: 1.0f / 6.0f
+                "tl.where(({self} > -3.0) & ({self} < 3.0), {grad_output} * 0.1666666716337204, 0)"
             ),
             "leaky_relu": Row(forms.leaky),
             "leaky_relu_backward": Row(
