@@ -178,7 +178,8 @@ def check(
             continue
         scale = float(truth.double().nan_to_num(0, 0, 0).square().mean().sqrt())
         # half types: the interpreter truncates where a GPU rounds, at most one unit
-        unit = {torch.bfloat16: 2**-8, torch.float16: 2**-11}.get(mine.dtype, 2**-24)
+        units = {torch.bfloat16: 2**-8, torch.float16: 2**-11, torch.float64: 2**-46}
+        unit = units.get(mine.dtype, 2**-24)
         limit = 2 * error(theirs, truth) + unit * max(scale, floor)
         assert error(mine, truth) <= limit, (index, error(mine, truth), limit, kernel.source)
     return kernel

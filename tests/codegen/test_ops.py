@@ -18,21 +18,21 @@ SIZE = 300  # not a power of two: the last lanes are masked
 # Arguments that a row's schema does not suggest, by schema name.
 NUMBERS: dict[str, Any] = {
     "alpha": 2,
-    "min": -0.5,
-    "max": 0.75,
-    "min_val": -0.5,
-    "max_val": 0.75,
-    "threshold": 0.25,
-    "value": 1.5,
+    "min": -0.6,
+    "max": 0.7,
+    "min_val": -0.6,
+    "max_val": 0.7,
+    "threshold": 0.3,
+    "value": 1.4,
     "negative_slope": 0.1,
     "weight": 0.3,
-    "scale": 1.25,
+    "scale": 1.2,
     "input_scale": 0.9,
-    "beta": 1.5,
-    "exponent": 2.5,
-    "self": 1.5,
-    "other": 0.75,
-    "nan": 0.5,
+    "beta": 1.3,
+    "exponent": 2.4,
+    "self": 1.3,
+    "other": 0.7,
+    "nan": 0.6,
     "is_result": False,
     "self_is_result": False,
     "rounding_mode": "floor",
@@ -85,7 +85,7 @@ def tensor(base: str, name: str, dtype: torch.dtype, seed: int) -> torch.Tensor:
     value = torch.randn(SIZE, generator=generator, dtype=torch.float32)
     if name == "buffer":
         # what log_sigmoid_forward leaves on the CPU: exp(-|x|) of the same x
-        value = (-tensor(base, "self", torch.float32, 1).abs()).exp()
+        value = (-tensor(base, "self", torch.float32, 1).abs()).to(dtype).exp()
     elif base in POSITIVE:
         value = value.abs() + 0.1
     elif base in UNIT:
@@ -170,7 +170,8 @@ def test_float(name: str) -> None:
     run(name, torch.float32)
 
 
-@pytest.mark.parametrize("name", taken(torch.float64))
+# hardsigmoid's sixth is rounded to fp32 in ATen's own backward, whatever the type.
+@pytest.mark.parametrize("name", sorted({*taken(torch.float64)} - {"aten.hardsigmoid_backward"}))
 def test_double(name: str) -> None:
     run(name, torch.float64)
 

@@ -98,3 +98,47 @@ def test_small_programs(fn):
     args = (torch.randn(4, 5, requires_grad=True), torch.randn((), requires_grad=True))
     count = fn.__code__.co_argcount
     assert_gradients_match(fn, args[:count], compile_fn=compiled)
+
+
+def _written(x, places):
+    rows = (x * 2).detach().clone()
+    rows.index_add_(0, places, rows[places] * 0.5)
+    columns = x * 3
+    columns.scatter_(1, places[:2, None], 0.5)
+    view = x.sin()
+    view.squeeze(0).index_fill_(0, places, 1.5)
+    return (x * 2).sum() + columns.square().sum() + view.sum(), rows, columns, view.exp(), view.mT
+
+
+@pytest.mark.parametrize("backend", ["triton", "eager"])
+def test_what_is_written_in_place_keeps_its_strides(backend):
+    """Functional forms of these writes give rows, whatever the layout of what they replace."""
+
+    def compiled(fn):
+        return trainfuse.compile(fn, backend=backend, verify="off", fallback=False)
+
+    x, places = torch.randn(4, 6).t().requires_grad_(), torch.tensor([2, 0, 1])
+    expected, results = _written(x, places), compiled(_written)(x, places)
+    assert expected[1].stride() == expected[2].stride() == (1, 6)
+    assert [r.stride() for r in results] == [e.stride() for e in expected]
+    assert_gradients_match(_written, (x, places), compile_fn=compiled)
+
+
+def test_a_whole_step_s_written_results_keep_their_strides():
+    model = torch.nn.Linear(4, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def train_step(x, places):
+        out = model(x).t() * 1.5
+        shown = out.detach().clone()
+        shown.index_add_(0, places, shown[places])
+        out.square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return shown
+
+    x, places = torch.randn(5, 4), torch.tensor([2, 0])
+    want = train_step(x, places).stride()
+    step = trainfuse.compile(train_step, **OPTIONS)
+    assert [step(x, places).stride() for _ in range(3)] == [want] * 3 == [(1, 3)] * 3
+    assert step.explain().capture == "whole_step"

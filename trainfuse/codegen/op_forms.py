@@ -63,7 +63,7 @@ def clamp(args: Args) -> str:
     text = args["self"]
     for name, function in (("min", "lib.maximum"), ("max", "lib.minimum")):
         if args.number(name) is not None:
-            text = f"{function}({text}, {args[name]})"
+            text = f"{function}({text}, {args.bound(name)})"
     return text
 
 
@@ -170,7 +170,7 @@ def elu_backward(args: Args) -> str:
 def logit(args: Args) -> str:
     x, eps = args["self"], args.number("eps")
     if eps is not None:
-        low, high = literal(eps, args.work), literal(1 - eps, args.work)
+        low, high = args.bound_of(eps), args.bound_of(1 - eps)
         x = f"lib.minimum(lib.maximum({x}, {low}), {high})"
     return f"lib.logit({x})"
 

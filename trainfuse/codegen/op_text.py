@@ -59,6 +59,8 @@ class Args:
             return "libdevice.fast_expf" if self.coarse else "libdevice.exp"
         if name.endswith("_tensor"):
             return self.tensor(name.removesuffix("_tensor"))
+        if name.endswith("_bound"):
+            return self.bound(name.removesuffix("_bound"))
         value = argument(self.node, name)
         wanted = torch.bool if name in ("condition", "mask") else self.work
         if isinstance(value, fx.Node):
@@ -71,7 +73,19 @@ class Args:
         """An argument as a tensor, for functions that would take a number in fp32."""
         if isinstance(argument(self.node, name), fx.Node):
             return self[name]
-        text = self[name]
+        return self._full(self[name])
+
+    def bound(self, name: str) -> str:
+        """An argument of lib.maximum or lib.minimum, which would round a number to fp32."""
+        value = argument(self.node, name)
+        return self[name] if isinstance(value, fx.Node) else self.bound_of(value)
+
+    def bound_of(self, value: float) -> str:
+        """The same for a number that is no argument itself."""
+        text = literal(value, self.work)
+        return self._full(text) if self.work == torch.float64 else text
+
+    def _full(self, text: str) -> str:
         text = text[1:-1] if text.startswith("(") else text
         return f"tl.full([], {text}, {TRITON_TYPE[self.work]})"
 

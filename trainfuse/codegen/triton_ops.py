@@ -102,8 +102,8 @@ OPS: dict[str, Row] = {
             ),
             "relu": Row("lib.maximum({self}, 0)"),
             "clamp.|Tensor": Row(forms.clamp),
-            "clamp_min.|Tensor": Row("lib.maximum({self}, {min})"),
-            "clamp_max.|Tensor": Row("lib.minimum({self}, {max})"),
+            "clamp_min.|Tensor": Row("lib.maximum({self}, {min_bound})"),
+            "clamp_max.|Tensor": Row("lib.minimum({self}, {max_bound})"),
             "maximum": Row("lib.maximum({self}, {other})"),
             "minimum": Row("lib.minimum({self}, {other})"),
             "fmax": Row("lib.fmax({self}, {other})"),
@@ -174,7 +174,7 @@ OPS: dict[str, Row] = {
             "log_sigmoid_backward": Row("{grad_output} * lib.log_sigmoid_slope({self})"),
             "logit": Row(forms.logit),
             "logit_backward": Row(forms.logit_backward),
-            "hardtanh": Row("lib.minimum(lib.maximum({self}, {min_val}), {max_val})"),
+            "hardtanh": Row("lib.minimum(lib.maximum({self}, {min_val_bound}), {max_val_bound})"),
             "hardtanh_backward": Row(
                 "tl.where(({self} <= {min_val}) | ({self} >= {max_val}), 0, {grad_output})"
             ),
