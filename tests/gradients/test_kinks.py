@@ -98,6 +98,7 @@ REDUCTIONS: dict[str, Case] = {
     "cosine": (lambda x: F.cosine_similarity(x, x.flip(0)), (ZEROS,)),
     "distance": (lambda x: F.pairwise_distance(x, x.detach(), eps=0.0), (ZEROS,)),
     "std of equals": (lambda x: x.std(1), (TIED,)),
+    "scalar along": (lambda x: (x.exp().sum(0), x.sum(-1, keepdim=True), x.mean(0)), (2.0,)),
     "var of equals": (lambda x: x.var(1), (TIED,)),
 }
 BIG, TINY = 3e38, 1e-40

@@ -53,6 +53,8 @@ def _lies_like(value: torch.Tensor, result: torch.Tensor) -> bool:
 def _sums_neighbours(node: fx.Node, value: torch.Tensor) -> bool:
     """Whether the dim whose elements are neighbours in memory is summed over."""
     dims = argument(node, "dim")
+    if not value.dim():
+        return True  # a scalar has a dim 0 to sum over
     reduced = {dim % value.dim() for dim in ([dims] if isinstance(dims, int) else dims or ())}
     steps = [(stride, dim) for dim, stride in enumerate(value.stride()) if value.shape[dim] > 1]
     return not reduced or not steps or min(steps)[1] in reduced

@@ -94,8 +94,8 @@ class _Row:
         source, dims = node.args[0], argument(node, "dim")
         assert isinstance(source, fx.Node)
         shape = _shape(source)
-        if shape is None or not isinstance(dims, Sequence) or len(dims) != 1:
-            return None
+        if not shape or not isinstance(dims, Sequence) or len(dims) != 1:
+            return None  # a scalar has a dim 0 to sum over, and no rows
         dim = dims[0] % len(shape) - len(shape)
         row = cls(source, dim, shape[dim], len(shape))
         good = node.meta["val"].dtype.is_floating_point and row.width > 1
