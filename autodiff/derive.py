@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -27,11 +27,14 @@ from .rewrite import (
 Table = Mapping[Any, Formula]
 
 
-def decompose(tg: TrainingGraph, table: Table | None = None) -> TrainingGraph:
+def decompose(
+    tg: TrainingGraph, table: Table | None = None, only: Collection[fx.Node] | None = None
+) -> TrainingGraph:
     """Replace each composite node by the nodes of its formula, in place and in its phase.
 
-    table: from operator to formula over tensors; ours by default. A node stays as it is when its
-    formula returns NotImplemented, or gives another shape or an unreachable layout.
+    table: from operator to formula over tensors; ours by default. only: the nodes to replace.
+    A node stays as it is when its formula returns NotImplemented, or gives another shape or an
+    unreachable layout.
     """
     chosen = composites() if table is None else table
     if not any(node.target in chosen for node in tg.nodes()):
@@ -39,7 +42,7 @@ def decompose(tg: TrainingGraph, table: Table | None = None) -> TrainingGraph:
     edit = GraphEdit(tg)
     traced: dict[Any, fx.GraphModule | None] = {}
     for old in tg.nodes():
-        if old.target not in chosen:
+        if old.target not in chosen or (only is not None and old not in only):
             continue
         node = edit.mapping[old]
         key = _signature(node)
@@ -61,6 +64,8 @@ def _flat(node: fx.Node) -> list[Any]:
 
 def _signature(node: fx.Node) -> Any:
     """Key under which equal calls share one trace, or None when a size is symbolic."""
+    # which arguments are one value: a formula has one input for all of them
+    positions = {parent: index for index, parent in enumerate(node.all_input_nodes)}
     parts: list[Any] = [node.target]
     for argument in _flat(node):
         value = value_of(argument)
@@ -68,7 +73,8 @@ def _signature(node: fx.Node) -> Any:
             sizes = (*value.shape, *value.stride())
             if not all(isinstance(size, int) for size in sizes):
                 return None
-            parts.append((tuple(value.shape), tuple(value.stride()), value.dtype, value.device))
+            layout = (tuple(value.shape), tuple(value.stride()), value.dtype, value.device)
+            parts.append((positions.get(argument), layout))
         elif isinstance(argument, fx.Node):
             return None
         else:

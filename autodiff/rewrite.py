@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -118,9 +119,15 @@ def value_of(argument: Any) -> Any:
     return argument.meta["val"] if isinstance(argument, fx.Node) else argument
 
 
-def infer(node: fx.Node) -> Any:
-    """Value of a call from the values of its arguments, by running it on fake tensors."""
-    args, kwargs = fx.map_arg((node.args, node.kwargs), value_of)
+def infer(node: fx.Node, instead: Mapping[fx.Node, Any] | None = None) -> Any:
+    """Value of a call from the values of its arguments, by running it on fake tensors.
+
+    instead: values that some arguments shall have, in place of those that are recorded.
+    """
+    given = instead or {}
+    args, kwargs = fx.map_arg(
+        (node.args, node.kwargs), lambda n: given[n] if n in given else value_of(n)
+    )
     target: Any = node.target
     mode = fake_mode_among([parent.meta.get("val") for parent in node.all_input_nodes])
     with plain_tracing(), mode or fake_mode_of(node.graph):  # a creation reads nothing

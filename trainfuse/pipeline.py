@@ -22,6 +22,7 @@ from autodiff.derive import cleanup, decompose
 from autodiff.formulas import composites
 from autodiff.graph import Refusal, TrainingGraph
 from autodiff.inlining import dissolve_unfused
+from autodiff.joins import padded_joins
 from autodiff.recompute import RecomputeReport, plan_recompute
 from autodiff.rereads import reread_less
 from autodiff.rng import functionalize_dropout
@@ -44,6 +45,7 @@ from trainfuse.fusion.grouping import plan_fusion
 from trainfuse.fusion.plan import FusionOptions, FusionPlan
 from trainfuse.fusion.rewrites.chunked_head import chunk_heads, heads_in_regions
 from trainfuse.fusion.rewrites.early_gradients import gradients_in_forward
+from trainfuse.fusion.rewrites.index_maps import move_indexing_up, nested_joins
 from trainfuse.fusion.rewrites.row_statistics import recompute_from_statistics
 from trainfuse.fusion.rewrites.row_sums import simplify_sums
 from trainfuse.fusion.rewrites.scatter_sums import sum_sorted_segments
@@ -98,10 +100,12 @@ def _channel_norms(state: State) -> State:
 
 
 def _decompose(state: State) -> State:
-    rules = composites()
+    rules, graph = composites(), state.graph
     if state.facts.backend != "triton":
         rules = {op: rule for op, rule in rules.items() if op not in channel_norms()}
-    return replace(state, graph=decompose(state.graph, rules))
+    else:
+        graph = decompose(graph, padded_joins(parts=False), only=nested_joins(graph))
+    return replace(state, graph=decompose(graph, rules))
 
 
 def _rereads(state: State) -> State:
@@ -161,6 +165,14 @@ def _scatters(state: State) -> State:
         launches_cost=not state.facts.target.interpreted,
     )
     return replace(state, graph=graph, refusals=(*state.refusals, *refusals))
+
+
+def _index_maps(state: State) -> State:
+    # elsewhere a padding is a copy
+    if state.facts.backend != "triton":
+        return state
+    joined = decompose(state.graph, padded_joins())
+    return replace(state, graph=tidy(move_indexing_up(joined)))
 
 
 def _fold(state: State) -> State:
@@ -268,6 +280,7 @@ PASSES: tuple[tuple[str, Callable[[State], State], str], ...] = (
     ("row sums", _sums, "sums along rows in closed form where there is one"),
     ("row statistics", _statistics, "log-probabilities are recomputed from saved row statistics"),
     ("scatters", _scatters, "scatter-adds of rows become sums of sorted segments"),
+    ("index maps", _index_maps, "joins are paddings; slices and lookups read what is in memory"),
     ("update casts", _fold, "the update reads half gradients itself"),
     ("weight casts", _casts, "casts that no kernel of ours can take in are made together"),
     ("ranges", _graph_pass(part_ranges), "each reader has its own: a kernel reads it by one map"),

@@ -72,3 +72,57 @@ def test_what_does_not_pay_stays_aten() -> None:
     for inputs in cases:
         graph = decompose(captured(lambda *t: cat(list(t), 1), *inputs))
         assert any(n.target is cat for n in graph.nodes())
+
+
+UNEQUAL = {
+    "three": (lambda *t: torch.cat(t, 1), [(128, 50), (128, 7), (128, 83)]),
+    "two, last dim": (lambda *t: torch.cat(t, -1), [(16, 32, 40), (16, 32, 8)]),
+    "first dim": (lambda *t: torch.cat(t, 0), [(3, 128, 40), (5, 128, 40)]),
+    "slice": (lambda b, p: torch.slice_scatter(b, p, 1, 3, 140), [(130, 150), (130, 137)]),
+    "slice from the end": (
+        lambda b, p: torch.slice_scatter(b, p, 1, -9, None),
+        [(130, 150), (130, 9)],
+    ),
+    "half": (lambda b, p: torch.slice_scatter(b, p, -1, 75, 1 << 60), [(130, 150), (130, 75)]),
+    "in turns": (lambda b, p: torch.slice_scatter(b, p, 0, 1, 130, 2), [(130, 150), (65, 150)]),
+    "all": (lambda b, p: torch.slice_scatter(b, p, 0), [(130, 150), (130, 150)]),
+    "row": (lambda b, p: torch.select_scatter(b, p, 0, -2), [(130, 150), (150,)]),
+}
+
+
+@pytest.mark.parametrize("name", UNEQUAL)
+def test_padded_joins(name: str) -> None:
+    fn, shapes = UNEQUAL[name]
+    inputs = [torch.randn(shape) for shape in shapes]
+    before = captured(fn, *inputs)
+    graph = decompose(before, joins.padded_joins())
+    assert not {n.target for n in before.nodes()} & {n.target for n in graph.nodes()}
+    (result,) = graph.gm(*inputs)
+    expected = fn(*inputs)
+    assert torch.equal(result, expected)
+    assert result.stride() == expected.stride()
+
+
+def test_padded_joins_leave_what_does_not_pay() -> None:
+    """Too many pieces, a stride that covers nothing evenly, and results of a launch's size."""
+    cases = [
+        (lambda *t: torch.cat(t, 1), [torch.randn(128, 30 + i) for i in range(5)]),
+        (
+            lambda b, p: torch.slice_scatter(b, p, 1, 1, 100, 2),
+            pieces(1, 130, 150) + pieces(1, 130, 50),
+        ),
+        (lambda *t: torch.cat(t, 1), [torch.randn(9, 3), torch.randn(9, 4)]),
+    ]
+    for fn, inputs in cases:
+        before = captured(fn, *inputs)
+        graph = decompose(before, joins.padded_joins())
+        assert [n.target for n in before.nodes()] == [n.target for n in graph.nodes()]
+
+
+def test_a_value_joined_with_itself_is_no_model_for_two_values() -> None:
+    def fn(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return torch.cat((x, x), 1) - torch.cat((x, y), 1)
+
+    inputs = pieces(2, 64, 256)
+    (result,) = decompose(captured(fn, *inputs), joins.joins()).gm(*inputs)
+    assert torch.equal(result, fn(*inputs))

@@ -15,7 +15,10 @@ from torch._subclasses import FakeTensorMode
 
 import autodiff.rng  # noqa: F401 -- registers trainfuse.keep_mask
 import trainfuse.fusion.segment_ops  # noqa: F401 -- registers trainfuse.segment_sum
-from trainfuse.codegen.targets import H200
+from tests.fusion.helpers import planned
+from trainfuse.codegen.ir import GroupKernel
+from trainfuse.codegen.lower import lower
+from trainfuse.codegen.targets import H200, CodegenOptions
 
 aten = torch.ops.aten
 NORMS = get_decompositions(
@@ -144,3 +147,32 @@ def test_source(name: str, golden: Callable[[str, str], None]) -> None:
         f"# {step.function}: grid {step.grid}, {step.num_warps} warps\n" for step in kernel.launches
     )
     golden(f"kernels/{name}.txt", launches + kernel.source)
+
+
+def rotary_backward(g: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """As autograd writes it: two halves into zeros."""
+    half = g.shape[-1] // 2
+    turned, zeros = g * sin, torch.zeros_like(g)
+    second = torch.slice_scatter(zeros, turned[..., :half].neg(), -1, half)
+    return torch.slice_scatter(zeros, turned[..., half:], -1, 0, half) + second + g * cos
+
+
+def slice_cat_pad(x: Tensor, y: Tensor) -> Tensor:
+    half = x.shape[-1] // 2
+    return F.pad(torch.cat((x[:, half:] * 2, -y[:, :half]), -1), (0, 16))
+
+
+MOVED: dict[str, tuple[Callable[..., Any], list[Shape]]] = {
+    "rotary_backward": (rotary_backward, [(2, 32, 1024, 128), (1024, 128), (1024, 128)]),
+    "slice_cat_pad": (slice_cat_pad, [(1024, 4096), (1024, 4096)]),
+}
+
+
+@pytest.mark.parametrize("name", MOVED)
+def test_source_of_moved_indexing(name: str, golden: Callable[[str, str], None]) -> None:
+    fn, shapes = MOVED[name]
+    _, plan = planned(fn, [torch.empty(shape, dtype=torch.bfloat16) for shape in shapes])
+    (group,) = plan.groups
+    kernel = lower(group, H200, CodegenOptions())
+    assert isinstance(kernel, GroupKernel)
+    golden(f"kernels/{name}.txt", kernel.source)

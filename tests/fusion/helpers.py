@@ -11,10 +11,16 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from autodiff import ops
+from autodiff.derive import decompose
 from autodiff.graph import InputFact, NodeFacts, TrainingGraph
+from autodiff.joins import joins, padded_joins
 from autodiff.reference import run_nodes
 from autodiff.verify import verify
+from trainfuse.codegen.support import unsupported
+from trainfuse.fusion.grouping import plan_fusion
 from trainfuse.fusion.plan import FusionGroup, FusionPlan
+from trainfuse.fusion.rewrites.index_maps import move_indexing_up, nested_joins
+from trainfuse.pipeline import tidy
 
 FUSIBLE = ("pointwise", "reduction", "view", "creation", "gather")
 
@@ -97,3 +103,16 @@ def forward_graph(fn: Callable[..., Any], args: Sequence[torch.Tensor]) -> Train
     names = [node.name for node in gm.graph.nodes if node.op == "placeholder"]
     inputs = tuple(InputFact(name, "input") for name in names)
     return verify(TrainingGraph(gm, facts, inputs, len(gm.graph.output_node().args[0])))
+
+
+def planned(
+    fn: Callable[..., Any], args: Sequence[torch.Tensor]
+) -> tuple[TrainingGraph, FusionPlan]:
+    """The graph of a function with joins and index maps as the pipeline makes them; its plan."""
+    graph = forward_graph(fn, args)
+    graph = decompose(graph, padded_joins(parts=False), only=nested_joins(graph))
+    graph = decompose(decompose(graph, joins()), padded_joins())
+    moved = verify(tidy(move_indexing_up(graph)))
+    plan = plan_fusion(moved, supports=unsupported)
+    check(moved, plan)
+    return moved, plan

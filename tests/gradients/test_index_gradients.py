@@ -181,6 +181,79 @@ def test_atomics_are_slow_in_large_numbers_only():
     assert "vectors" in odd
 
 
+def rotary(q, cos, sin):
+    """As its models write it: halves swapped and one negated."""
+    half = q.shape[-1] // 2
+    return q * cos + torch.cat((-q[..., half:], q[..., :half]), -1) * sin
+
+
+def rotary_in_chunks(q, cos, sin):
+    first, second = q.chunk(2, -1)
+    return q * cos + torch.cat((-second, first), -1) * sin
+
+
+def rotary_in_turns(q, cos, sin):
+    even, odd = q[..., ::2], q[..., 1::2]
+    return torch.stack((even * cos - odd * sin, even * sin + odd * cos), -1).flatten(-2)
+
+
+def rotary_in_part(q, cos, sin):
+    width = cos.shape[-1]
+    return torch.cat((rotary(q[..., :width], cos, sin), q[..., width:]), -1)
+
+
+def heads(width: int, part: int | None = None):
+    """Queries as a projection leaves them, and tables of angles."""
+    part = part or width
+    return lambda: (
+        torch.randn(2, 80, 8, width).transpose(1, 2).requires_grad_(),
+        torch.randn(80, part),
+        torch.randn(80, part),
+    )
+
+
+def padded_and_cropped(x):
+    return functional.pad(x.sin(), (1, 2, 3, 4)) * functional.pad(x.cos(), (2, 1, 4, 3))
+
+
+def rolled(x):
+    return x.sin() - torch.roll(x.sin(), 1, 1)
+
+
+def joined_and_padded(x, y):
+    """The halves change places."""
+    half = x.shape[1] // 2
+    return functional.pad(torch.cat((x[:, half:] * 2, -y[:, :half]), 1), (0, 16))
+
+
+# Forward and backward are one kernel each.
+MOVES = {
+    "rotary": (rotary, heads(32)),
+    "rotary in chunks": (rotary_in_chunks, heads(32)),
+    "rotary in turns": (rotary_in_turns, heads(32, 16)),
+    "rotary in part": (rotary_in_part, heads(40, 24)),
+    "padded": (padded_and_cropped, lambda: (_t(130, 140),)),
+    "rolled": (rolled, lambda: (_t(130, 140),)),
+    "joined and padded": (joined_and_padded, lambda: (_t(130, 160), _t(130, 160))),
+}
+
+
+BOTH_TYPES = ("rotary", "joined and padded")
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [(name, torch.float32) for name in MOVES] + [(name, torch.bfloat16) for name in BOTH_TYPES],
+)
+def test_moves_are_one_kernel_each_way(name, dtype):
+    fn, arguments = MOVES[name]
+    watched = Watched()
+    assert_gradients_match(fn, arguments(), dtype=dtype, compile_fn=watched)
+    assert watched.compiled.stats()["gate"] == "pass"
+    assert [group.phase for group in planned(watched.compiled)] == ["forward", "backward"]
+    assert not aten(watched.compiled)
+
+
 def test_equal_indices_share_a_sort():
     def two_tables(a, b, ids):
         return functional.embedding(ids, a) * functional.embedding(ids, b)

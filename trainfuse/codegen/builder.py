@@ -13,6 +13,7 @@ from torch import fx
 
 from autodiff.ops import lookup, op_name
 from trainfuse.codegen import lookups, sources
+from trainfuse.codegen.chosen import Chosen
 from trainfuse.codegen.coarse import coarse_nodes
 from trainfuse.codegen.ir import ArgRef, Define, Load, Map, Statement, Store
 from trainfuse.codegen.scalars import (
@@ -75,6 +76,7 @@ class Builder:
         self.inputs = {node: index for index, node in enumerate(group.inputs)}
         self.wide = wide(group)
         self.coarse = coarse_nodes(group.nodes, group.outputs)
+        self.chosen = Chosen(group)
 
     # Scopes.
 
@@ -211,17 +213,20 @@ class Builder:
             raise Unsupported(node, f"{dtype} has no kernels")
         strides = value_strides(self.domain, node)
         deps = self.dependences(strides)
+        where = [(self.value(test), holds) for test, holds in self.chosen.of(node)]
+        where = [(test, holds) for test, holds in where if test.deps and test.deps <= deps]
         names, depth = self.define(node, deps, ())
         arg: ArgRef = ("input", self.inputs[node])
         self.args[arg] = None
         kind = "x".join(map(str, node.meta["val"].shape)) or "scalar"
         for index, name in enumerate(names):
+            tests = [("" if holds else "~") + self.text(test, index) for test, holds in where]
             self.scopes[depth].body.append(
                 Load(
                     name,
                     arg,
                     self.offset(strides, index),
-                    self.mask(deps, index),
+                    " & ".join(filter(None, [self.mask(deps, index), *tests])),
                     TRITON_TYPE[torch.float32] if dtype in HALF else "",
                     f"{str(dtype).removeprefix('torch.')}[{kind}]",
                 )

@@ -107,21 +107,24 @@ def _where(builder: Builder, node: fx.Node, dim: int, found: Lookup) -> _Where:
     deps = builder.dependences(strides)
     depth = builder.depth_of(deps, ())
     texts, inside = [], []
-    count = builder.segments(deps)
-    for index in range(count):
-        name = base if count == 1 else f"{base}_{index}"
-        text, condition = _mapped(place, builder.offset(strides, index), name, size)
+    parts, count = builder.segments(deps), builder.domain.extent(axes)
+    for index in range(parts):
+        name = base if parts == 1 else f"{base}_{index}"
+        text, condition = _mapped(place, builder.offset(strides, index), name, size, count)
         builder.scopes[depth].body.append(Define(name, text, place.kind))
         texts.append(name)
         inside.append(condition)
     return _Where(texts, inside, deps, depth)
 
 
-def _mapped(place: Place, coordinate: str, name: str, size: int) -> tuple[str, str]:
-    """(index text, condition that it is inside) of a map of the coordinate."""
+def _mapped(place: Place, coordinate: str, name: str, size: int, count: int) -> tuple[str, str]:
+    """(index text, condition that it is inside) of a map of one of `count` coordinates."""
     match place.kind:
         case "pad":
-            return f"{coordinate} - {place.amount}", f"({name} >= 0) & ({name} < {size})"
+            low, high = -place.amount, count - place.amount
+            tests = [f"({name} >= 0)"] * (low < 0) + [f"({name} < {size})"] * (high > size)
+            sign = f" {'-' if low < 0 else '+'} {abs(low)}" if low else ""
+            return f"{coordinate}{sign}", " & ".join(tests)
         case "roll":
             return f"({coordinate} + {size - place.amount}) % {size}", ""
         case "repeat":
