@@ -15,7 +15,9 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 # A developer's own switches must not decide what the tests see.
 for _name in [name for name in os.environ if name.startswith("TRAINFUSE_")]:
-    del os.environ[_name]
+    _value = os.environ.pop(_name)
+    if _name.startswith("TRAINFUSE_PROGRAMS"):  # no switch: which random programs to run
+        os.environ[_name.removeprefix("TRAINFUSE_")] = _value
 
 GOLDEN = Path(__file__).parent / "golden"
 

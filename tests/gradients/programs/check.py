@@ -1,0 +1,111 @@
+"""A program's verdict: its rendered text runs, and is compared with eager and fp64."""
+
+from __future__ import annotations
+
+import linecache
+import re
+import time
+import traceback
+import warnings
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import nn
+
+import trainfuse
+from tests.gradients.programs.generate import reference
+from tests.gradients.programs.render import render
+from tests.gradients.programs.tree import Program
+from tests.gradients.programs.world import Invalid
+from trainfuse.capture import compat
+
+Kind = Literal["right", "wrong", "crash", "unfair"]
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What became of a program.
+
+    kind: "wrong" results, a "crash" where eager runs, or "unfair": as wrong as eager itself under
+    other roundings, which a longer look showed, or with weights that stand still. error: what was
+    raised. capture: "whole_step", "regions" or "none". reason: why it is not whole. fused: nodes in
+    kernels of ours.
+    """
+
+    seed: int
+    kind: Kind
+    error: str = ""
+    trace: str = ""
+    capture: str = "none"
+    reason: str = ""
+    kernels: int = 0
+    fused: int = 0
+    plans: int = 0
+    calls: int = 0
+    seconds: float = 0.0
+
+    @property
+    def failed(self) -> bool:
+        """Whether something is to be mended."""
+        return self.kind in ("wrong", "crash")
+
+
+def execute(text: str, name: str) -> dict[str, Any]:
+    """The names that a rendered file defines; its lines show in tracebacks."""
+    names: dict[str, Any] = {"__name__": "program"}
+    linecache.cache[name] = (len(text), None, text.splitlines(keepends=True), name)
+    exec(compile(text, name, "exec"), names)
+    return names
+
+
+def check(program: Program, device: str = "cpu") -> Verdict:
+    """Run a program compiled, and judge it."""
+    began = time.perf_counter()
+    name = f"<program {program.seed}>"
+    names = execute(render(program, device), name)
+    kind: Kind = "right"
+    error = trace = ""
+    try:
+        with warnings.catch_warnings(), np.errstate(all="ignore"):
+            warnings.simplefilter("ignore")
+            names["test_program"]()
+    except Exception as raised:
+        wrong = isinstance(raised, AssertionError) and "further from fp64" in str(raised)
+        kind = "wrong" if wrong else "crash"
+        error, trace = f"{type(raised).__name__}: {raised}", traceback.format_exc()
+    facts = _facts(names["COMPILED"])
+    names.clear()
+    linecache.cache.pop(name, None)
+    torch._dynamo.reset()
+    if "the weights moved by" in error or (kind == "wrong" and _explained(program, error)):
+        kind = "unfair"
+    return Verdict(program.seed, kind, error, trace, **facts, seconds=time.perf_counter() - began)
+
+
+def _explained(program: Program, error: str) -> bool:
+    """Whether eager's own rounding is as bad: the first line after the head has the worst ratio."""
+    ratio = re.search(r"ratio (\S+)", error)
+    try:
+        return ratio is not None and reference(program).explains(float(ratio[1]))
+    except Invalid:
+        return False
+
+
+def _facts(compiled: list[Any]) -> dict[str, Any]:
+    """How the program was captured, and how much of it was fused; then it is closed."""
+    if not compiled:
+        return {}
+    target = compiled[-1]
+    step = compat.compiled_call(target) if isinstance(target, nn.Module) else target
+    with trainfuse.settings.patch(keep_gradients=True):  # what the report ran under
+        explanation = step.explain()
+    facts = {
+        "capture": explanation.capture,
+        "reason": explanation.capture_reason or "",
+        "fused": sum(len(group.nodes) for group in explanation.groups),
+    }
+    facts |= {name: step.stats()[name] for name in ("kernels", "plans", "calls")}
+    step.close()
+    return facts
