@@ -62,7 +62,7 @@ class Masks:
         """F.dropout with these masks."""
         if not training or p == 0.0:
             return input
-        result = input * 0.0 if p == 1.0 else self.scaled(input, p)[0]
+        result = self.scaled(input, p)[0]  # one offset at p = 1, too, as in the graph
         return input.copy_(result) if inplace else result
 
     def scaled(self, x: torch.Tensor, p: float) -> tuple[torch.Tensor, torch.Tensor]:

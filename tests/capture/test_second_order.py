@@ -243,6 +243,20 @@ def test_masks_inside_attention_too(weights):
     torch.testing.assert_close(ours, expected, rtol=1e-3, atol=1e-5)
 
 
+def test_a_dropout_of_everything_takes_its_offset():
+    """The mask after it is the next one, in the program and in the reference."""
+    x = torch.ones(40)
+
+    def fn(x):
+        return functional.dropout(x, 1.0), functional.dropout(x, 0.5)
+
+    torch.manual_seed(3)
+    ours = trainfuse.compile(fn, backend="triton", fallback=False)(x)
+    torch.manual_seed(3)
+    with fused_masks():
+        torch.testing.assert_close(ours, fn(x))
+
+
 def test_running_statistics_are_updated_once():
     def scenario(compile_):
         torch.manual_seed(0)
