@@ -46,15 +46,17 @@ _ONE_RESULT = _names("abs.default neg.default clone.default") | {
 }
 
 
-def exact_pairs(tg: TrainingGraph) -> list[tuple[fx.Node, fx.Node]]:
+def exact_pairs(tg: TrainingGraph, *, of_kernels: bool = True) -> list[tuple[fx.Node, fx.Node]]:
     """(value, made): what is compared with something made of it, and what it is compared with.
 
     Where both sides are made of a third value, that is the value, and each side is made of it.
+    of_kernels: only values that kernels of ours compute. Others come out the same of the same
+    operands; not so where the operands are computed again, too.
     """
     found: dict[tuple[fx.Node, fx.Node], None] = {}
     for first, second in _compared(tg):
         for value in _common(first, second):
-            if _may_differ(value):
+            if _may_differ(value, of_kernels):
                 found.update({(value, side): None for side in (first, second) if side is not value})
     return list(found)
 
@@ -152,11 +154,11 @@ def _sources(node: fx.Node, ends: Collection[fx.Node]) -> set[fx.Node]:
     return found
 
 
-def _may_differ(node: fx.Node) -> bool:
+def _may_differ(node: fx.Node, of_kernels: bool) -> bool:
     """Whether a value, computed again, could have another bit: not what one exact step makes."""
     value = node.meta.get("val")
     if not isinstance(value, torch.Tensor) or not value.is_floating_point():
         return False
     while ops.op_name(node.target) in _ONE_RESULT:
         node = _shown(node.args[0])  # type: ignore[arg-type]  # the operand
-    return node.op == "call_function" and is_fusible(node)
+    return node.op == "call_function" and (is_fusible(node) or not of_kernels)

@@ -112,14 +112,14 @@ native_dropout bernoulli bernoulli.p rand rand_like randn randn_like randint ran
 randint_like randperm normal_functional multinomial rrelu_with_noise_functional
 """
 _HEAVY = """
-max_pool2d_with_indices max_pool2d_with_indices_backward avg_pool2d avg_pool2d_backward
+max_pool2d_with_indices_backward avg_pool2d avg_pool2d_backward
 _adaptive_avg_pool2d _adaptive_avg_pool2d_backward upsample_nearest2d
 upsample_nearest2d_backward upsample_bilinear2d upsample_bilinear2d_backward cumsum any any.dim all
 all.dim linalg_vector_norm prod
 """
 # a second execution, of operands with another last bit, could choose another element
 _CHOICES = """
-sort sort.stable topk argmax argmin max.dim min.dim
+max_pool2d_with_indices sort sort.stable topk argmax argmin max.dim min.dim
 """
 
 

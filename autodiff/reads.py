@@ -33,13 +33,13 @@ _LOOKUPS = frozenset(
 
 
 def num_bytes(node: fx.Node) -> int:
-    """Bytes of a tensor node's elements, its sizes as `hinted` has them."""
+    """Bytes of a tensor node's elements; an expanded dimension is one, sizes are as `hinted`."""
     value = node.meta.get("val")
     if not isinstance(value, torch.Tensor):
         return 0
     count = 1
-    for size in value.shape:
-        count *= hinted(size)
+    for size, stride in zip(value.shape, value.stride(), strict=True):
+        count *= hinted(size) if hinted(stride) else 1
     return count * value.dtype.itemsize
 
 

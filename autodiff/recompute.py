@@ -2,78 +2,63 @@
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx
-from torch.utils.checkpoint import CheckpointPolicy
 
 from . import ops
+from .budget import Cut, search
+from .cut import CutProblem, Plan
 from .duplication import duplicate
-from .exact import between, exact_pairs
 from .graph import TrainingGraph
-from .mincut import INFINITE, FlowNetwork
-from .reads import (
-    fixed_readers,
-    is_fusible,
-    is_view,
-    num_bytes,
-    readers_of,
-    takes_registers,
-)
+from .liveness import maker_of, peak_bytes
+from .reads import num_bytes
 
-# Costs are in units of a sixteenth of a byte moved, so that cheap arithmetic has a price.
-_BYTE = 16
+Measure = Callable[[TrainingGraph], int]
+"""The most bytes of a step's own that are alive at once, in the plan that a graph leads to."""
+
+_ATTEMPTS = 4
 
 
 @dataclass(frozen=True, slots=True)
-class Effort:
-    """How far recompute goes.
+class ValueNote:
+    """One forward value that the backward needs. why: the reason it is kept, or made again."""
 
-    pointwise: price of computing one byte again in a fused kernel. materialize: price of writing
-    a recomputed value that a GEMM of the backward reads. lasting: price of a value that the
-    forward keeps across a GEMM, such as a residual stream: computing it again keeps it across
-    the backward too. moderate, contraction: price of a reduction, norm or gather, and of a GEMM.
-    None forbids it.
-    """
-
-    pointwise: int
-    materialize: int
-    lasting: int | None = None
-    moderate: int | None = None
-    contraction: int | None = None
-
-
-# Tried in this order until the memory budget is met; the first is what runs without a budget.
-EFFORTS: tuple[Effort, ...] = (
-    Effort(pointwise=1, materialize=24),
-    Effort(pointwise=0, materialize=2),
-    Effort(pointwise=0, materialize=0, moderate=4),
-    *(
-        Effort(pointwise=0, materialize=0, lasting=24, moderate=1, contraction=price)
-        for price in (24, 12, 6, 3, 1)
-    ),
-    Effort(pointwise=0, materialize=0, lasting=0, moderate=0, contraction=0),
-)
+    name: str
+    op: str
+    kind: str
+    num_bytes: int
+    where: str | None
+    why: str
 
 
 @dataclass(frozen=True, slots=True)
 class RecomputeReport:
     """What recompute chose.
 
-    saved, recomputed: names of forward nodes. saved_bytes: of what is saved, inputs that live
-    anyway not counted. baseline_bytes: the same for saving all that the derivative formulas read.
-    within_budget: False when even the greatest effort exceeds the memory budget.
+    kept, again: forward values saved, and computed again; views and constants aside. saved_bytes:
+    of what is saved, inputs that live anyway not counted. baseline_bytes: the same for saving all
+    that the derivative formulas read. Under a memory budget, in bytes of the step's own alive at
+    once: limit, peak, and baseline_peak with everything saved; else None.
     """
 
     saved: tuple[str, ...]
     saved_bytes: int
     recomputed: tuple[str, ...]
     baseline_bytes: int
-    within_budget: bool = True
+    kept: tuple[ValueNote, ...] = ()
+    again: tuple[ValueNote, ...] = ()
+    limit: int | None = None
+    peak: int | None = None
+    baseline_peak: int | None = None
+
+    @property
+    def within_budget(self) -> bool:
+        """False when no plan that was found needs as little as the memory budget."""
+        return self.limit is None or self.peak is None or self.peak <= self.limit
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,15 +71,16 @@ class Choice:
 
 
 def plan_recompute(
-    tg: TrainingGraph, memory_budget: float | None = None
+    tg: TrainingGraph, memory_budget: float | None = None, measure: Measure | None = None
 ) -> tuple[TrainingGraph, RecomputeReport]:
     """Duplicate the recomputed forward nodes into the backward phase of a whole step.
 
-    memory_budget: None, a fraction (a float up to 1) of the baseline's bytes, or bytes. A copy
-    stands just before its first reader, in that reader's phase, links to what its readers derive
-    from (a recomputed node belongs to the backward that needs it) and keeps its source line.
+    memory_budget: None, a fraction (a float up to 1) of what the step's own values take with
+    everything saved, or bytes. measure: None to estimate that. A copy stands just before its first
+    reader, in that reader's phase, links to what its readers derive from (a recomputed node belongs
+    to the backward that needs it) and keeps its source line.
     """
-    choice = choose(tg, memory_budget)
+    choice = choose(tg, memory_budget, measure=measure)
     if not choice.recomputed:
         return tg, choice.report
     return duplicate(tg, choice.recomputed), choice.report
@@ -106,247 +92,111 @@ def choose(
     *,
     static_inputs: Collection[fx.Node] | None = None,
     demanded: Collection[fx.Node] = (),
+    measure: Measure | None = None,
 ) -> Choice:
     """Choose what to save, with the least effort that meets the budget.
 
     static_inputs: placeholders that live through the step anyway (None: all of them).
     demanded: forward values that the backward returns unchanged.
     """
-    problem = _Problem(tg, static_inputs, demanded)
-    baseline = problem.baseline_bytes()
-    limit = _limit(memory_budget, baseline)
-    best: tuple[int, list[fx.Node], list[fx.Node]] | None = None
-    for effort in EFFORTS:
-        saved, recomputed = problem.cut(effort)
-        cost = sum(problem.held_bytes(node) for node in saved)
-        if best is None or cost < best[0]:
-            best = cost, saved, recomputed
-        if limit is None or cost <= limit:
-            break
-    assert best is not None
-    cost, saved, recomputed = best
-    report = RecomputeReport(
-        saved=tuple(node.name for node in saved if node.op == "call_function"),
-        saved_bytes=cost,
-        recomputed=tuple(node.name for node in recomputed),
-        baseline_bytes=baseline,
-        within_budget=limit is None or cost <= limit,
-    )
-    return Choice(tuple(saved), tuple(recomputed), report)
-
-
-def _limit(memory_budget: float | None, baseline: int) -> int | None:
+    problem = CutProblem(tg, static_inputs, demanded)
     if memory_budget is None:
-        return None
+        saved, recomputed = problem.cut(Plan())
+        return _choice(problem, Cut(Plan(), tuple(saved), tuple(recomputed)))
+    baseline = _estimate(tg) if measure is None else measure(tg)
+    limit = _limit(memory_budget, baseline)
+    cut, peak = _within(problem, limit, baseline, measure)
+    return _choice(problem, cut, limit, peak, baseline)
+
+
+def save_all(
+    tg: TrainingGraph,
+    *,
+    static_inputs: Collection[fx.Node] | None = None,
+    demanded: Collection[fx.Node] = (),
+) -> Choice:
+    """Save what the derivative formulas read, and compute nothing again; see `choose`."""
+    problem = CutProblem(tg, static_inputs, demanded)
+    saved = tuple(node for node in problem.forward if node in problem.needed)
+    total = sum(problem.held_bytes(node) for node in saved)
+    names = tuple(node.name for node in saved if node.op == "call_function")
+    kept = tuple(_note(problem, n, "recompute is off") for n in saved if problem.held_bytes(n))
+    return Choice(saved, (), RecomputeReport(names, total, (), total, kept))
+
+
+def _estimate(tg: TrainingGraph) -> int:
+    return peak_bytes(tg).num_bytes
+
+
+def _within(
+    problem: CutProblem, limit: int, baseline: int, measure: Measure | None
+) -> tuple[Cut, int]:
+    """The cut of least effort within the limit, by `measure`; else the one that needs least.
+
+    The search estimates; where a measurement says that its choice needs more, it is repeated for
+    so much less.
+    """
+    wanted = limit if measure is None else limit * _estimate(problem.tg) // max(baseline, 1)
+    best: tuple[Cut, int] | None = None
+    for _ in range(_ATTEMPTS):
+        cut = search(problem, wanted)
+        if measure is None:
+            return cut, cut.peak
+        peak = measure(duplicate(problem.tg, cut.recomputed) if cut.recomputed else problem.tg)
+        if best is None or peak < best[1]:
+            best = cut, peak
+        if peak <= limit or cut.peak > wanted:
+            break
+        wanted = int(min(wanted, cut.peak) * limit / peak * 0.98)
+    assert best is not None
+    return best
+
+
+def _limit(memory_budget: float, baseline: int) -> int:
     if isinstance(memory_budget, float) and memory_budget <= 1.0:
         return int(memory_budget * baseline)
     return int(memory_budget)
 
 
-class _Problem:
-    """One graph's cut problem: built once, cut at several efforts."""
-
-    def __init__(
-        self,
-        tg: TrainingGraph,
-        static_inputs: Collection[fx.Node] | None,
-        demanded: Collection[fx.Node],
-    ) -> None:
-        self.tg = tg
-        inputs = [fact for fact in tg.inputs if fact.kind != "tangent"]
-        names = {fact.name for fact in inputs}
-        self.forward = [
-            node
-            for node in tg.graph.nodes
-            if node.op == "get_attr"
-            or (node.op == "placeholder" and node.name in names)
-            or (node.op == "call_function" and tg.phase(node) == "forward")
-        ]
-        members = set(self.forward)
-        self.static = {
-            node
-            for node in self.forward
-            if node.op == "get_attr"
-            or (node.op == "placeholder" and (static_inputs is None or node in static_inputs))
-        }
-        fixed = fixed_readers(tg)
-        self.needed = {
-            node
-            for node in self.forward
-            if node in demanded
-            or any(
-                user not in members and user.op != "output" and user not in fixed
-                for user in node.users
-            )
-        }
-        self.members = members
-        self.lasting = self._find_lasting()
-        self.written = {node for node in tg.output_nodes if isinstance(node, fx.Node)}
-        self.exact: dict[fx.Node, set[fx.Node]] = {}
-        for compared, made in exact_pairs(tg):
-            self.exact.setdefault(compared, set()).update(between(compared, made) & members)
-        self._restrict()
-
-    def _restrict(self) -> None:
-        """Keep only what a needed value is computed from."""
-        relevant: set[fx.Node] = set()
-        pending = list(self.needed)
-        while pending:
-            node = pending.pop()
-            if node not in relevant:
-                relevant.add(node)
-                pending.extend(node.all_input_nodes)
-        self.forward = [node for node in self.forward if node in relevant]
-        self.tagged = {node for node in self.forward if _must_recompute(node)}
-
-    def _find_lasting(self) -> set[fx.Node]:
-        """Values read again after a kernel boundary that they lead to, so held in memory."""
-        position = {node: i for i, node in enumerate(self.forward)}
-        boundary: dict[fx.Node, int] = {}
-        last_read: dict[fx.Node, int] = {}
-        for node in reversed(self.forward):
-            first, last = len(position), -1
-            for user in node.users:
-                if user not in position:
-                    continue
-                through = is_view(user) or user.target is operator.getitem
-                last = max(last, last_read[user] if through else position[user])
-                passes = through or takes_registers(user)
-                first = min(first, boundary[user] if passes else position[user])
-            boundary[node], last_read[node] = first, last
-        return {node for node in self.forward if last_read[node] > boundary[node]}
-
-    def held_bytes(self, node: fx.Node) -> int:
-        """Memory that saving a node costs."""
-        return 0 if node in self.static else num_bytes(node)
-
-    def baseline_bytes(self) -> int:
-        """Bytes held if everything the derivative formulas read were saved."""
-        bases: set[fx.Node] = set()
-        for node in self.needed:
-            base = node
-            while base.op == "call_function" and is_view(base):
-                parent = base.args[0]
-                assert isinstance(parent, fx.Node)
-                base = parent
-            bases.add(base)
-        return sum(self.held_bytes(node) for node in bases)
-
-    def cut(self, effort: Effort) -> tuple[list[fx.Node], list[fx.Node]]:
-        """(saved, recomputed) at one effort, in graph order."""
-        source, sink = 2 * len(self.forward), 2 * len(self.forward) + 1
-        network = FlowNetwork(2 * len(self.forward) + 2)
-        index = {node: i for i, node in enumerate(self.forward)}
-        for node, i in index.items():
-            network.add_edge(2 * i, 2 * i + 1, self._save_cost(node))
-            again = self._again_cost(node, effort)
-            if again > 0:
-                network.add_edge(source, 2 * i, again)
-            if node in self.needed:
-                network.add_edge(2 * i + 1, sink, INFINITE)
-            for user in node.users:
-                if user in index:
-                    network.add_edge(2 * i + 1, 2 * index[user], INFINITE)
-            for made in self.exact.get(node, ()):
-                if made in index:  # computed again, it is compared with what is made of it again
-                    network.add_edge(2 * index[made], 2 * i, INFINITE)
-        reached = network.source_side(source, sink)
-        assert reached is not None, "a value can be neither saved nor computed again"
-        saved = [n for n, i in index.items() if 2 * i in reached and 2 * i + 1 not in reached]
-        recomputed = [n for n, i in index.items() if 2 * i not in reached]
-        return saved, recomputed
-
-    def _save_cost(self, node: fx.Node) -> int:
-        """Price of keeping a value: its read, and its write where no kernel stores it anyway."""
-        if node in self.static:
-            return 0
-        value = node.meta.get("val")
-        if isinstance(value, (tuple, list)) or (node.op == "call_function" and is_view(node)):
-            return INFINITE  # the parts are saved, and the base: a view holds the whole storage
-        if not isinstance(value, torch.Tensor):
-            return 0
-        if ops.lookup(node.target).name == "trainfuse.keep_mask.default":
-            return INFINITE  # the seed is saved instead
-        if node in self.tagged and not self._leaves_checkpoint(node) and not self._is_kept(node):
-            return INFINITE
-        maker = node.args[0] if node.target is operator.getitem else node
-        assert isinstance(maker, fx.Node)
-        stored = (
-            node.op == "placeholder"
-            or not is_fusible(maker)
-            or node in self.written
-            or node in self.lasting
-            or any(
-                user in self.members and not takes_registers(user)
-                for user in readers_of(node)
-                if user.op == "call_function"
-            )
-        )
-        return max(num_bytes(node), 1) * _BYTE * (1 if stored else 2)
-
-    def _leaves_checkpoint(self, node: fx.Node) -> bool:
-        """Whether a tagged value is read outside its checkpointed region, where eager keeps it."""
-        region = node.meta.get("ac_graph_id")
-        source = node.args[0] if node.target is operator.getitem else node
-        assert isinstance(source, fx.Node)
-        return ops.draws_randomness(source) or any(
-            user in self.members
-            and (not _must_recompute(user) or user.meta.get("ac_graph_id") != region)
-            for user in node.users
-        )
-
-    def _is_kept(self, node: fx.Node) -> bool:
-        """Whether a value is compared with something that its checkpoint doesn't make again."""
-        return not self.exact.get(node, set()) <= self.tagged
-
-    def _again_cost(self, node: fx.Node, effort: Effort) -> int:
-        """Price of computing a value again; INFINITE where that is wrong or forbidden."""
-        if node.op != "call_function":
-            return INFINITE
-        if ops.draws_randomness(node) or ops.is_effect(node):
-            return INFINITE
-        if node in self.tagged:
-            return 0
-        if node.meta.get("recompute") == CheckpointPolicy.MUST_SAVE:
-            return INFINITE
-        if node.target is operator.getitem:
-            return 0  # its tuple has the price
-        size = max(_total_bytes(node), 1)
-        match ops.lookup(node.target).cost:
-            case "free":
-                return 0
-            case "cheap":
-                cost = size * effort.pointwise
-            case "moderate" if effort.moderate is not None:
-                cost = size * effort.moderate
-            case "expensive" if effort.contraction is not None:
-                cost = size * effort.contraction
-            case _:
-                return INFINITE
-        if node in self.lasting:
-            if effort.lasting is None:
-                return INFINITE
-            cost += size * effort.lasting
-        if any(
-            user not in self.members and user.op == "call_function" and not takes_registers(user)
-            for user in readers_of(node)
-        ):
-            cost += size * effort.materialize
-        return cost
-
-
-def _total_bytes(node: fx.Node) -> int:
-    value = node.meta.get("val")
-    if isinstance(value, (tuple, list)):
-        return sum(num_bytes(user) for user in node.users)
-    return num_bytes(node)
-
-
-def _must_recompute(node: fx.Node) -> bool:
-    return node.meta.get("recompute") in (
-        CheckpointPolicy.MUST_RECOMPUTE,
-        CheckpointPolicy.PREFER_RECOMPUTE,
+def _choice(
+    problem: CutProblem,
+    cut: Cut,
+    limit: int | None = None,
+    peak: int | None = None,
+    baseline_peak: int | None = None,
+) -> Choice:
+    cheap = frozenset(cut.recomputed if limit is None else problem.cut(Plan())[1])
+    report = RecomputeReport(
+        saved=tuple(node.name for node in cut.saved if node.op == "call_function"),
+        saved_bytes=sum(problem.held_bytes(node) for node in cut.saved),
+        recomputed=tuple(node.name for node in cut.recomputed),
+        baseline_bytes=problem.baseline_bytes(),
+        kept=tuple(
+            _note(problem, node, problem.why_saved(node, cut.plan))
+            for node in cut.saved
+            if problem.held_bytes(node)
+        ),
+        again=tuple(
+            _note(problem, node, problem.why_again(node, node in cheap))
+            for node in cut.recomputed
+            if ops.lookup(node.target).kind not in ("view", "creation")
+        ),
+        limit=limit,
+        peak=peak,
+        baseline_peak=baseline_peak,
     )
+    return Choice(cut.saved, cut.recomputed, report)
+
+
+def _note(problem: CutProblem, node: fx.Node, why: str) -> ValueNote:
+    value = node.meta.get("val")
+    kind = ""
+    if isinstance(value, torch.Tensor):
+        sizes = "x".join(str(size) for size in value.shape)
+        kind = f"{str(value.dtype).removeprefix('torch.')}[{sizes}]"
+    maker = maker_of(node)
+    name = ops.op_name(maker.target) if maker.op == "call_function" else maker.op
+    return ValueNote(node.name, name, kind, num_bytes(node), problem.tg.where(maker), why)
 
 
 def saved_values(choice: Choice) -> tuple[list[fx.Node], list[Any]]:

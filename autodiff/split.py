@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import fx
@@ -12,7 +12,8 @@ from .channel_norms import channel_norms
 from .derive import cleanup, decompose
 from .formulas import losses
 from .graph import InputFact, NodeFacts, TrainingGraph
-from .recompute import Choice, choose, saved_values
+from .pools import save_less_of_pools
+from .recompute import Choice, RecomputeReport, choose, save_all, saved_values
 from .rereads import reread_less
 from .rng import functionalize_dropout
 
@@ -25,19 +26,26 @@ def partition(
     static_lifetime_input_indices: Sequence[int] | None = None,
     memory_budget: float | None = None,
     fast_rng: bool = True,
+    recompute: bool = True,
+    note: Callable[[RecomputeReport], None] | None = None,
     **_: Any,
 ) -> tuple[fx.GraphModule, fx.GraphModule]:
     """AOTAutograd's partition_fn: (forward, backward), saving what our minimum cut chooses.
 
     memory_budget: as in `plan_recompute`. fast_rng: draw dropout masks from one saved seed, so
-    that no mask is saved; otherwise masks are eager's and are saved.
+    that no mask is saved; otherwise masks are eager's and are saved. recompute: False saves all
+    that the derivative formulas read. note: told what was chosen.
     """
     static = tuple(static_lifetime_input_indices or ())
     tg = joint_graph(joint, num_fwd_outputs, static)
     if fast_rng:
         tg = functionalize_dropout(tg)
-    tg = reread_less(cleanup(decompose(tg, {**losses(), **channel_norms()})))
-    choice = choose_for_joint(tg, num_fwd_outputs, static, memory_budget)
+    tg = save_less_of_pools(cleanup(decompose(tg, {**losses(), **channel_norms()})))
+    if recompute:
+        tg = reread_less(tg)
+    choice = choose_for_joint(tg, num_fwd_outputs, static, memory_budget, recompute=recompute)
+    if note is not None:
+        note(choice.report)
     tensors, sizes = saved_values(choice)
     return _compat.extract_modules(tg.gm, tensors, sizes, num_fwd_outputs=num_fwd_outputs)
 
@@ -96,6 +104,8 @@ def choose_for_joint(
     num_fwd_outputs: int,
     static_indices: Sequence[int] = (),
     memory_budget: float | None = None,
+    *,
+    recompute: bool = True,
 ) -> Choice:
     """What the forward of a joint saves; only static inputs live through the step anyway."""
     placeholders = [node for node in tg.graph.nodes if node.op == "placeholder"]
@@ -106,4 +116,6 @@ def choose_for_joint(
         for node in gradients
         if isinstance(node, fx.Node) and (node.op == "placeholder" or tg.phase(node) == "forward")
     }
+    if not recompute:
+        return save_all(tg, static_inputs=static, demanded=demanded)
     return choose(tg, memory_budget, static_inputs=static, demanded=demanded)

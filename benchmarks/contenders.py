@@ -2,7 +2,8 @@
 
 eager: plain PyTorch, fused AdamW. compile, compile-reduce-overhead, compile-max-autotune: forward
 and loss through torch.compile (more of the step than most users compile), fused AdamW.
-trainfuse: `trainfuse.compile` of the plain step with plain AdamW.
+trainfuse: `trainfuse.compile` of the plain step with plain AdamW; with a number behind it, under
+that `memory_budget`.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from trainfuse.testing import GradientReport, Training, gradient_report
 
 DEFAULT = ("eager", "compile", "compile-reduce-overhead", "trainfuse")
 ALL = (*DEFAULT, "compile-max-autotune")
+BUDGETS = {"trainfuse": None, "trainfuse-0.5": 0.5, "trainfuse-0.25": 0.25}
 MODES = {
     "compile": "default",
     "compile-reduce-overhead": "reduce-overhead",
@@ -77,7 +79,7 @@ def _marked(step: Step) -> Step:
 
 def _assemble(name: str, case: Case, model: nn.Module, device: str) -> Step:
     """The contender's step over a model."""
-    ours = name == "trainfuse"
+    ours = name in BUDGETS
     fused = {} if ours or device == "cpu" else {"fused": True}
     optimizer = torch.optim.AdamW(model.parameters(), lr=case.learning_rate, **fused)
     forward = forward_of(case, model, device)
@@ -87,7 +89,7 @@ def _assemble(name: str, case: Case, model: nn.Module, device: str) -> Step:
     if name == "compile-reduce-overhead":
         return _marked(step)
     if ours:
-        return trainfuse.compile(step)
+        return trainfuse.compile(step, memory_budget=BUDGETS[name])
     return step
 
 
@@ -124,7 +126,7 @@ def check_gradients(name: str, case: Case, device: str) -> tuple[GradientReport 
     if not case.check:
         return None, "no gradient check: the fp64 run does not fit"
     model, _ = case.build(device)
-    if has_dropout(model) and not name == "trainfuse":
+    if has_dropout(model) and name not in BUDGETS:
         return None, "no gradient check: its dropout masks are not the reference's"
 
     def make() -> Training:
@@ -137,8 +139,8 @@ def check_gradients(name: str, case: Case, device: str) -> tuple[GradientReport 
         return Training(step_of(forward, optimizer), model, [batch])
 
     def compiled(training: Training) -> Step:
-        if name == "trainfuse":
-            return trainfuse.compile(training.step)
+        if name in BUDGETS:
+            return trainfuse.compile(training.step, memory_budget=BUDGETS[name])
         optimizer = torch.optim.SGD(training.model.parameters(), lr=0.05)
         forward = torch.compile(forward_of(case, training.model, device), mode=MODES[name])
         step = step_of(forward, optimizer)

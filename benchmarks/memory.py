@@ -1,8 +1,13 @@
-"""Peak memory of a step over the memory budget: `python -m benchmarks.memory`.
+"""Peak memory and step time over the memory budget: `python -m benchmarks.memory`.
 
-For each case: eager, torch.compile, and trainfuse with several `memory_budget`s, each in turn on
-its own model; what the allocator reserves at its peak, and the step's time beside it (one burst,
-not interleaved: steps.py has the times to quote).
+    python -m benchmarks.memory                     # gpt2, resnet50, vit on the GPU
+    python -m benchmarks.memory --cases bert        # another case of benchmarks.steps
+    python -m benchmarks.memory --cpu               # every code path, tiny; no memory figures
+
+Eager, torch.compile, and trainfuse without a budget, with half and with a quarter of what its step
+needs with everything saved. Measured as benchmarks.steps measures, each case in a process of its
+own: `peak_gib` is what a contender makes the allocator reserve, with its model, optimizer state and
+graph pools; times are of interleaved rounds.
 """
 
 from __future__ import annotations
@@ -12,75 +17,57 @@ import json
 from pathlib import Path
 from typing import Any
 
-import torch
-
-import trainfuse
 from benchmarks import contenders as field
-from benchmarks.cases import Case, full_cases
+from benchmarks import steps
+from benchmarks.cases import full_cases
 from benchmarks.environment import describe, results_name
-from benchmarks.report import RESULTS
-from benchmarks.steps import HEADLINE, reserved, timed
 
-BUDGETS = (None, 0.5, 0.25)
-
-
-def peak_row(case: Case, name: str, run: Any, before: int, note: str) -> dict[str, Any]:
-    """Warm up, then the peak of three steps."""
-    timed(run, "cuda", 5)
-    reserved("cuda")
-    torch.cuda.reset_peak_memory_stats()
-    seconds = timed(run, "cuda", 10) / 10
-    peak = (torch.cuda.max_memory_reserved() - before) / 2**30
-    nothing = dict.fromkeys(("ms_spread", "host_ms"))
-    later = dict.fromkeys(("compile_s", "grad_error_ratio", "roof_fraction"))
-    return {
-        "case": case.name,
-        "contender": name,
-        "phase": "step",
-        "ms": round(seconds * 1e3, 4),
-        **nothing,
-        "peak_gib": round(peak, 3),
-        **later,
-        "note": f"{note}; one burst, not interleaved; the other figures are in steps",
-    }
+CASES = ("gpt2", "resnet50", "vit")
+CONTENDERS = ("eager", "compile", *field.BUDGETS)
 
 
-def rows_of(case: Case) -> list[dict[str, Any]]:
-    """Rows of one case: two references, then trainfuse by budget."""
-    rows = []
-    for name in ("eager", "compile"):
-        before = reserved("cuda")
-        rows.append(peak_row(case, name, field.build(name, case, "cuda").run, before, case.note))
-    for budget in BUDGETS:
-        before = reserved("cuda")
-        model, batch = case.build("cuda")
-        optimizer = torch.optim.AdamW(model.parameters(), lr=case.learning_rate)
-        plain = field.step_of(field.forward_of(case, model, "cuda"), optimizer)
-        step = trainfuse.compile(plain, memory_budget=budget)
-        note = f"{case.note}; memory_budget={budget}"
-        rows.append(peak_row(case, "trainfuse", lambda s=step, b=batch: s(*b), before, note))
-        step.close()
-    return rows
-
-
-def main(arguments: list[str] | None = None) -> None:
-    """Measure, print and write the results file; needs a GPU."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--cases", nargs="+", choices=list(full_cases()), default=list(HEADLINE))
-    parser.add_argument("--out", type=Path, default=RESULTS)
-    options = parser.parse_args(arguments)
-    rows = []
-    for name in options.cases:
-        case = full_cases()[name]
-        with field.precision(case):
-            rows += rows_of(case)
+def table(rows: list[dict[str, Any]]) -> str:
+    """Markdown table: a line a case and contender, and both figures over torch.compile's."""
+    lines = [
+        "case | contender | peak GiB | of compile's | ms a step | of compile's",
+        "---|---|---:|---:|---:|---:",
+    ]
+    base = {row["case"]: row for row in rows if row["contender"] == "compile"}
     for row in rows:
-        print(f"{row['case']:10s} {row['contender']:10s} {row['peak_gib']:8.3f} GiB  {row['note']}")
-    environment = describe("cuda")
+        cells = [row["case"], row["contender"]]
+        for key in ("peak_gib", "ms"):
+            value, other = row[key], base.get(row["case"], {}).get(key)
+            cells.append("n/a" if value is None else f"{value:.4g}")
+            cells.append(f"{value / other:.2f}" if value and other else "n/a")
+        lines.append(" | ".join(cells))
+    return "\n".join(lines)
+
+
+def parse(arguments: list[str] | None) -> argparse.Namespace:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--cases", nargs="+", choices=list(full_cases()), default=list(CASES))
+    parser.add_argument("--contenders", nargs="+", choices=CONTENDERS, default=list(CONTENDERS))
+    parser.add_argument("--cpu", action="store_true", help="tiny sizes on the CPU")
+    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--burst", type=float, default=0.25, help="seconds of one burst")
+    parser.add_argument("--no-check", action="store_true", help="no gradients against fp64")
+    parser.add_argument("--out", type=Path, default=steps.RESULTS, help="folder of the results")
+    return parser.parse_args(arguments)
+
+
+def main(arguments: list[str] | None = None) -> Path:
+    """Measure, print the table, and write the results file."""
+    options = parse(arguments)
+    result: dict[str, Any] = {"environment": describe("cpu" if options.cpu else "cuda"), "rows": []}
     options.out.mkdir(parents=True, exist_ok=True)
-    path = options.out / results_name("memory", environment)
-    path.write_text(json.dumps({"environment": environment, "rows": rows}, indent=1) + "\n")
+    path = options.out / results_name("memory", result["environment"])
+    for case in options.cases:
+        result["rows"] += steps.in_own_process(case, options)
+        path.write_text(json.dumps(result, indent=1) + "\n")  # kept even if a later case fails
+        print(table(result["rows"]), flush=True)
     print(f"written: {path}")
+    return path
 
 
 if __name__ == "__main__":

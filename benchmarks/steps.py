@@ -43,10 +43,11 @@ RESULTS = Path(__file__).parent / "results"
 
 @dataclass(frozen=True, slots=True)
 class Effort:
-    """How long to measure: rounds, and seconds of a burst."""
+    """How long to measure: rounds, and seconds of a burst; whether gradients are checked."""
 
     rounds: int
     burst_s: float
+    check: bool = True
 
 
 def synchronize(device: str) -> None:
@@ -173,7 +174,11 @@ def run_case(
             rows[name] = {"case": case.name, "contender": name, "phase": "step", **row}
         for name in names:
             print(f"{case.name}: {name}: gradients", file=sys.stderr, flush=True)
-            ratio, note = check(name, case, device)
+            ratio, note = (
+                check(name, case, device)
+                if effort.check
+                else (None, "no gradient check: not asked")
+            )
             rows[name] |= {"grad_error_ratio": ratio, "notes": [note]}
             synchronize(device)
             reserved(device)
@@ -204,6 +209,7 @@ def in_own_process(case: str, options: argparse.Namespace) -> list[dict[str, Any
         command = [sys.executable, "-m", "benchmarks.steps", "--cases", case, "--rows", target]
         command += ["--contenders", *options.contenders, "--rounds", str(options.rounds)]
         command += ["--burst", str(options.burst)] + (["--cpu"] if options.cpu else [])
+        command += ["--no-check"] if options.no_check else []
         subprocess.run([str(part) for part in command], check=True)
         return json.loads(target.read_text())
 
@@ -212,10 +218,12 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--cases", nargs="+", choices=list(full_cases()), default=list(HEADLINE))
-    parser.add_argument("--contenders", nargs="+", choices=field.ALL, default=list(field.DEFAULT))
+    choices = dict.fromkeys((*field.ALL, *field.BUDGETS))
+    parser.add_argument("--contenders", nargs="+", choices=choices, default=list(field.DEFAULT))
     parser.add_argument("--cpu", action="store_true", help="tiny sizes on the CPU")
     parser.add_argument("--rounds", type=int, default=24)
     parser.add_argument("--burst", type=float, default=0.15, help="seconds of one burst")
+    parser.add_argument("--no-check", action="store_true", help="no gradients against fp64")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the results file")
     parser.add_argument("--rows", type=Path, help="run one case here and write its rows only")
     return parser.parse_args(arguments)
@@ -229,7 +237,7 @@ def main(arguments: list[str] | None = None) -> Path:
     device = "cpu" if options.cpu else "cuda"
     if options.rows:
         cases = tiny_cases() if options.cpu else full_cases()
-        effort = Effort(options.rounds, options.burst)
+        effort = Effort(options.rounds, options.burst, not options.no_check)
         names = tuple(options.contenders)
         rows = [row for c in options.cases for row in run_case(cases[c], names, device, effort)]
         options.rows.write_text(json.dumps(rows))

@@ -25,7 +25,7 @@ from trainfuse.debug.explain import Explanation
 from trainfuse.errors import CaptureError, NotCompilable
 from trainfuse.fields import Settings
 from trainfuse.options import CUDA_GRAPH, MODE, VERIFY, CompileOptions, resolve
-from trainfuse.pipeline import Builder, PlanRecord, explain_plans, joint_passes
+from trainfuse.pipeline import Builder, PlanRecord, explain_plans
 
 Module = TypeVar("Module", bound=nn.Module)
 _log = log.get_logger("capture")
@@ -123,7 +123,7 @@ class _Runner:
             self._regions = Regions(
                 self.target,
                 self.builder,
-                joint_passes=functools.partial(joint_passes, self.settings),
+                joint_passes=self.builder.joint_passes,
                 notice=self._notice,
                 max_plans=self.settings.max_plans,
                 fullgraph=self.options.fullgraph,

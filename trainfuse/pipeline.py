@@ -23,6 +23,7 @@ from autodiff.formulas import composites
 from autodiff.graph import Refusal, TrainingGraph
 from autodiff.inlining import dissolve_unfused
 from autodiff.joins import padded_joins
+from autodiff.pools import save_less_of_pools
 from autodiff.recompute import RecomputeReport, plan_recompute
 from autodiff.rereads import reread_less
 from autodiff.rng import functionalize_dropout
@@ -56,6 +57,7 @@ from trainfuse.runtime.captured import CapturedStep
 from trainfuse.runtime.checks import Checks
 from trainfuse.runtime.choice import choose_backend, device_of, target_of
 from trainfuse.runtime.fallback import Boundary
+from trainfuse.runtime.footprint import Footprint, footprint, planned_steps
 from trainfuse.runtime.gate import Gate
 from trainfuse.runtime.plan import Plan
 from trainfuse.runtime.program import RuntimeOptions
@@ -118,8 +120,27 @@ def _recompute(state: State) -> State:
     facts = state.facts
     if facts.kind != "whole_step" or not facts.settings.recompute:
         return state
-    graph, report = plan_recompute(state.graph, facts.settings.memory_budget)
+    measure = functools.partial(_planned_peak, state)
+    graph, report = plan_recompute(state.graph, facts.settings.memory_budget, measure)
     return replace(state, graph=graph, recompute=report)
+
+
+def _planned_peak(state: State, graph: TrainingGraph) -> int:
+    """The most bytes of its own that a step holds at once if recompute gives this graph."""
+    names = [name for name, _, _ in PASSES]
+    state = replace(state, graph=graph)
+    for _, function, _ in PASSES[names.index("recompute") + 1 : names.index("lower")]:
+        state = function(state)
+    return planned_footprint(state).peak
+
+
+def planned_footprint(state: State) -> Footprint:
+    """What a grouped graph needs, run as the backend runs it (Inductor: as our kernels would)."""
+    assert state.fusion is not None
+    eager = state.facts.backend == "eager"
+    return footprint(
+        state.graph, planned_steps(state.graph.nodes() if eager else state.fusion.order)
+    )
 
 
 def _early(state: State) -> State:
@@ -274,6 +295,7 @@ PASSES: tuple[tuple[str, Callable[[State], State], str], ...] = (
     ("chunks", _chunks, "a head and its loss by chunks of rows, where the logits are too large"),
     ("channel norms", _channel_norms, "batch and group norms in pieces: recompute sees into them"),
     ("rereads", _rereads, "the backward makes masks of what it reads, rather than read them, too"),
+    ("pools", _graph_pass(save_less_of_pools), "a byte of a maximum's place, no input for a shape"),
     ("recompute", _recompute, "whole steps: chooses what the backward saves; composites are whole"),
     ("decompose", _decompose, "composites become pointwise and reduction nodes"),
     ("tidy", _graph_pass(tidy), "the same of what decomposition left"),
@@ -337,6 +359,11 @@ class PlanRecord:
         """The code generator that runs it."""
         return self.state.facts.backend
 
+    @property
+    def footprint(self) -> Footprint:
+        """How many bytes of its own the plan holds at once."""
+        return planned_footprint(self.state)
+
     def stats(self) -> dict[str, Any]:
         """Calls, distinct kernels, compile seconds, CUDA graphs and the gate's verdict."""
         failures = {} if self.plan is None else self.plan.failures
@@ -373,6 +400,7 @@ class Builder:
         self.settings = settings
         self.plans: list[PlanRecord] = []
         self._stop_at_plan = False
+        self._saved: RecomputeReport | None = None
         self._boundary = Boundary(allowed=settings.fallback)
         if torch.cuda.is_available() and settings.chosen_backend in (None, "triton"):
             self._cache().start_workers()
@@ -389,6 +417,23 @@ class Builder:
         finally:
             self._stop_at_plan = False
 
+    def joint_passes(self, joint: fx.GraphModule, inputs: Any, **more: Any) -> Any:
+        """Cut a region's joint graph into forward and backward, as the settings ask."""
+        settings = self.settings
+
+        def note(report: RecomputeReport) -> None:
+            self._saved = report  # the next graph to plan is this region's forward
+
+        return partition(
+            joint,
+            inputs,
+            memory_budget=settings.memory_budget,
+            fast_rng=settings.rng == "fast" and settings.backend != "inductor",
+            recompute=settings.recompute,
+            note=note,
+            **more,
+        )
+
     def __call__(self, captured: Captured) -> Callable[[list[Any]], Sequence[Any]]:
         """Plan one captured graph; returns its program over a list of inputs."""
         began = time.perf_counter()
@@ -400,6 +445,8 @@ class Builder:
             captured.kind,
         )
         state = run_passes(captured.graph, facts)
+        if captured.kind == "forward":
+            state, self._saved = replace(state, recompute=self._saved), None
         if self.settings.strict:
             refuse_unfused(state)
         record = PlanRecord(captured.kind, state, 0.0)
@@ -489,17 +536,6 @@ GATE = Gate()
 
 def _stop(args: list[Any]) -> Sequence[Any]:
     raise PlanOnly
-
-
-def joint_passes(settings: Settings, joint: fx.GraphModule, inputs: Any, **more: Any) -> Any:
-    """Cut a region's joint graph into forward and backward, as the settings ask."""
-    return partition(
-        joint,
-        inputs,
-        memory_budget=settings.memory_budget,
-        fast_rng=settings.rng == "fast" and settings.backend != "inductor",
-        **more,
-    )
 
 
 def refuse_unfused(state: State) -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import trainfuse
-from benchmarks import report, steps
+from benchmarks import memory, report, steps
 from benchmarks.cases import full_cases, tiny_cases
 from benchmarks.contenders import build, check_gradients
 from benchmarks.environment import describe, results_name
@@ -97,6 +97,32 @@ def test_masks_that_cannot_be_matched_are_not_compared():
     ratio, why = check_gradients("compile", tiny_cases()["block"], "cpu")
     assert ratio is None
     assert "masks" in why
+
+
+def test_memory_races_the_budgets(tmp_path, monkeypatch, capsys):
+    """One case through the whole benchmark, in this process; figures of memory need a GPU."""
+
+    def here(case, options):
+        effort = steps.Effort(options.rounds, options.burst)
+        return steps.run_case(tiny_cases()[case], tuple(options.contenders), "cpu", effort)
+
+    monkeypatch.setattr(steps, "in_own_process", here)
+    options = ["--cpu", "--cases", "gpt-small", "--rounds", "2", "--burst", "0.002"]
+    names = ["trainfuse", "trainfuse-0.25"]
+    path = memory.main([*options, "--contenders", *names, "--out", str(tmp_path)])
+    rows = json.loads(path.read_text())["rows"]
+    assert [row["contender"] for row in rows] == names
+    assert all(list(row) == FIELDS for row in rows)
+    assert all(row["grad_error_ratio"] <= 2 for row in rows)
+    assert "trainfuse-0.25 | n/a | n/a" in capsys.readouterr().out
+
+
+def test_memory_is_compared_with_torch_compile():
+    rows = [
+        {"case": "vit", "contender": name, "peak_gib": peak, "ms": ms}
+        for name, peak, ms in (("compile", 8.0, 10.0), ("trainfuse-0.5", 2.0, 12.0))
+    ]
+    assert memory.table(rows).splitlines()[-1] == "vit | trainfuse-0.5 | 2 | 0.25 | 12 | 1.20"
 
 
 def test_the_headline_cases_are_as_published():

@@ -19,7 +19,9 @@ from trainfuse.debug import environment
 from trainfuse.debug.explain import (
     Explanation,
     GroupRow,
+    MemoryRow,
     NodeRow,
+    SavedRow,
     SubgraphRow,
     human_bytes,
     line_summary,
@@ -64,6 +66,11 @@ def explanation() -> Explanation:
         refusals=(Refusal("slicing", "unknown operator", "lstm: aten.lstm", "model.py:7"),) * 2,
         cuda_graph="no: there is no GPU",
         aten_nodes=(NodeRow("mm", "aten.mm.default", "backward", "model.py:5"),),
+        saved=(
+            SavedRow(True, "aten.mm.default", "float32[8x8]", 2, 512, ("model.py:6",), "dear"),
+            SavedRow(False, "aten.sin.default", "float32[8x9]", 3, 768, (), "cheap"),
+        ),
+        memory=MemoryRow(5 << 20, "backward_3", 3 << 20, 1 << 20, 4 << 20, 9 << 20),
     )
 
 
@@ -74,6 +81,9 @@ def test_explanation_prints_every_part(explanation: Explanation) -> None:
         "no: there is no GPU", "1, saving 2.0 KiB, recomputing 1 nodes",
         "forward_0", "row", "mul x2", "1.5 KiB", "abcdef01", "compiles each phase",
         "aten.mm", "model.py:5", "unknown operator", "lstm", "model.py:7",
+        "peak 5.0 MiB", "3.0 MiB kept", "9.0 MiB with", "4.0 MiB allowed",
+        "kept for the backward", "float32[8x8]", "model.py:6", "dear",
+        "computed again in the backward", "float32[8x9]", "cheap",
     ):  # fmt: skip
         assert part in text, part
 
@@ -96,6 +106,8 @@ def test_explanation_is_json_and_html(explanation: Explanation, tmp_path: Path) 
     assert "parameter hooks &lt;b&gt;" in page
     assert "aten.mm.default" in page
     assert "unknown operator" in page
+    assert "the least that was found is over memory_budget" in page
+    assert "float32[8x9]" in page
 
 
 def test_summaries() -> None:

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from torch import Tensor, fx
+from torch import fx
 
-from autodiff import ops
+from autodiff import ops, reads
 from autodiff.graph import TrainingGraph
-from autodiff.reads import hinted
-from autodiff.recompute import RecomputeReport
+from autodiff.recompute import RecomputeReport, ValueNote
 from autodiff.slicing import Slices
 from trainfuse.codegen.ir import GroupKernel
-from trainfuse.debug.explain import GroupRow, NodeRow, SubgraphRow
+from trainfuse.debug.explain import GroupRow, NodeRow, SavedRow, SubgraphRow
 from trainfuse.fusion.cost import group_cost
 from trainfuse.fusion.plan import FusionGroup, FusionPlan
 
@@ -25,6 +25,7 @@ class Description:
     subgraphs: tuple[SubgraphRow, ...]
     groups: tuple[GroupRow, ...]
     aten_nodes: tuple[NodeRow, ...]
+    saved: tuple[SavedRow, ...] = ()
 
 
 def describe(
@@ -42,7 +43,29 @@ def describe(
     """
     groups = tuple(_group(tg, group, kernels.get(group.name), prefix) for group in fusion.groups)
     subgraphs = () if slices is None else tuple(_subgraphs(tg, fusion, slices, recompute, prefix))
-    return Description(subgraphs, groups, tuple(_node(tg, node) for node in fusion.aten))
+    saved = () if recompute is None else _saved(recompute)
+    return Description(subgraphs, groups, tuple(_node(tg, n) for n in fusion.aten), saved)
+
+
+def _saved(report: RecomputeReport) -> tuple[SavedRow, ...]:
+    """What is kept, then what is computed again, the largest first."""
+    alike: dict[tuple[Any, ...], list[ValueNote]] = {}
+    for kept, notes in ((True, report.kept), (False, report.again)):
+        for note in notes:
+            alike.setdefault((kept, note.op, note.kind, note.why), []).append(note)
+    rows = [
+        SavedRow(
+            kept=kept,
+            op=op,
+            value=kind,
+            times=len(notes),
+            bytes=sum(note.num_bytes for note in notes),
+            where=tuple(dict.fromkeys(note.where for note in notes if note.where)),
+            why=why,
+        )
+        for (kept, op, kind, why), notes in alike.items()
+    ]
+    return tuple(sorted(rows, key=lambda row: (not row.kept, -row.bytes)))
 
 
 def _node(tg: TrainingGraph, node: fx.Node) -> NodeRow:
@@ -95,12 +118,4 @@ def _owned(
 
 def num_bytes(nodes: Iterable[fx.Node]) -> int:
     """Bytes of the nodes' values, each node once; an expanded dimension is one element."""
-    total = 0
-    for node in dict.fromkeys(nodes):
-        value = node.meta.get("val")
-        if isinstance(value, Tensor):
-            count = 1
-            for size, stride in zip(value.shape, value.stride(), strict=True):
-                count *= hinted(size) if hinted(stride) else 1
-            total += count * value.element_size()
-    return total
+    return sum(map(reads.num_bytes, dict.fromkeys(nodes)))

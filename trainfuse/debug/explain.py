@@ -63,6 +63,40 @@ class GroupRow:
 
 
 @dataclass(frozen=True, slots=True)
+class SavedRow:
+    """Forward values that the backward needs, alike in operator, type, shape and reason.
+
+    kept: saved from forward to backward; else computed again there. bytes: of all of them. where:
+    the user's lines that they came from. why: the reason for either.
+    """
+
+    kept: bool
+    op: str
+    value: str
+    times: int
+    bytes: int
+    where: tuple[str, ...]
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryRow:
+    """Bytes of a whole step's own values: not its inputs, nor what it gives back.
+
+    peak: the most alive at once, while the program is `at`. between: alive from forward to
+    backward. results: of what it gives back: outputs, and gradients for the update. limit: what
+    memory_budget asks for; unlimited: the peak with everything saved; None without a budget.
+    """
+
+    peak: int
+    at: str
+    between: int
+    results: int
+    limit: int | None = None
+    unlimited: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Explanation:
     """What `trainfuse.explain` gives back: plain data, that prints itself.
 
@@ -81,6 +115,8 @@ class Explanation:
     refusals: tuple[Refusal, ...]
     cuda_graph: str
     aten_nodes: tuple[NodeRow, ...]
+    saved: tuple[SavedRow, ...] = ()
+    memory: MemoryRow | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """The same as dicts, lists, strings and numbers: fit for JSON."""
@@ -113,6 +149,10 @@ class Explanation:
             parts += ["", _group_table(self.groups, limit)]
         if self.aten_nodes:
             parts += ["", _aten_table(self.aten_nodes, limit)]
+        for kept, title in _SAVED_TITLES.items():
+            rows = [row for row in self.saved if row.kept is kept]
+            if rows:
+                parts += ["", _saved_table(title, rows, limit)]
         if self.refusals:
             parts += ["", _refusal_table(self.refusals, limit)]
         return Group(*parts)
@@ -125,6 +165,7 @@ class Explanation:
             ("backend", self.backend + _because(_RUN_BY.get(self.backend, ""))),
             ("CUDA graph", self.cuda_graph),
             ("subgraphs", _subgraph_line(self.subgraphs)),
+            *((("memory", memory_line(self.memory)),) if self.memory is not None else ()),
         ):
             text.append(f"{label:<12}", style="bold")
             text.append(f"{value}\n")
@@ -143,6 +184,38 @@ def _subgraph_line(subgraphs: Sequence[SubgraphRow]) -> str:
     saved = sum(row.saved_bytes for row in subgraphs)
     recomputed = sum(len(row.recomputed) for row in subgraphs)
     return f"{len(subgraphs)}, saving {human_bytes(saved)}, recomputing {recomputed} nodes"
+
+
+def memory_line(memory: MemoryRow) -> str:
+    """`peak 1.5 GiB of the step's own, ...`, and what became of a budget."""
+    line = (
+        f"peak {human_bytes(memory.peak)} of the step's own, "
+        f"{human_bytes(memory.between)} kept for the backward"
+    )
+    if memory.limit is None or memory.unlimited is None:
+        return line
+    line += f"; {human_bytes(memory.unlimited)} with everything saved, "
+    if memory.peak <= memory.limit:
+        return line + f"at most {human_bytes(memory.limit)} allowed"
+    return line + (
+        f"{human_bytes(memory.limit)} allowed: the least that was found is over memory_budget"
+    )
+
+
+_SAVED_TITLES = {True: "kept for the backward", False: "computed again in the backward"}
+
+
+def _saved_table(title: str, rows: Sequence[SavedRow], limit: int | None) -> Table:
+    columns = ("operator", "value", "times", "bytes", "from", "why")
+    table = _table(title, columns, ("times", "bytes"))
+    table.padding = (0, 1, 0, 0)
+    shown = rows[:limit]
+    for row in shown:
+        more = f", +{len(row.where) - 2}" if len(row.where) > 2 else ""
+        where = ", ".join(row.where[:2]) + more
+        cells = (short_op(row.op), row.value, str(row.times), human_bytes(row.bytes))
+        table.add_row(*cells, where, row.why)
+    return _more(table, len(shown), len(rows))
 
 
 def _phase_table(explanation: Explanation) -> Table:

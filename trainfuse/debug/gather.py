@@ -11,7 +11,7 @@ from torch import fx
 from autodiff import ops
 from autodiff.graph import Refusal, TrainingGraph
 from trainfuse.debug.describe import Description, describe
-from trainfuse.debug.explain import Explanation, GroupRow, NodeRow
+from trainfuse.debug.explain import Explanation, GroupRow, MemoryRow, NodeRow
 
 if TYPE_CHECKING:
     from trainfuse.pipeline import PlanRecord, State
@@ -50,7 +50,16 @@ def gather(
         refusals=(*refusals, *(r for plan in shown for r in plan.state.refusals)),
         cuda_graph=_cuda_graph(shown),
         aten_nodes=tuple(row for one in told for row in one.aten_nodes),
+        saved=tuple(row for one in told for row in one.saved),
+        memory=_memory(whole[-1]) if whole else None,
     )
+
+
+def _memory(plan: PlanRecord) -> MemoryRow:
+    used, report = plan.footprint, plan.state.recompute
+    limit = None if report is None else report.limit
+    unlimited = None if report is None else report.baseline_peak
+    return MemoryRow(used.peak, used.at, used.between, used.results, limit, unlimited)
 
 
 def _cuda_graph(plans: Sequence[PlanRecord]) -> str:
@@ -70,7 +79,7 @@ def _describe(plan: PlanRecord) -> Description:
     kinds = {n.name: ops.lookup(n.target).kind for n in state.graph.nodes()}
     free = _FREE | {"effect"} if plan.backend == "triton" else _FREE
     left = tuple(node for node in (*told.aten_nodes, *refused) if kinds[node.name] not in free)
-    return Description(told.subgraphs, (*fused, *_update_rows(plan)), left)
+    return Description(told.subgraphs, (*fused, *_update_rows(plan)), left, told.saved)
 
 
 def _update_rows(plan: PlanRecord) -> tuple[GroupRow, ...]:

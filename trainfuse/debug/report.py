@@ -84,6 +84,17 @@ _TEMPLATE = """\
     <td class="n">{{ s.saved_bytes|bytes }}<td class="n">{{ s.recomputed|length }}</tr>
 {% endfor %}
 </table>
+<h2>Memory</h2>
+{% if e.memory is not none %}<p>{{ e.memory|memory }}</p>{% endif %}
+<table>
+<tr><th>for the backward<th>operator<th>value<th class="n">times<th class="n">bytes
+    <th>lines<th>why</tr>
+{% for s in e.saved %}
+<tr><td>{{ "kept" if s.kept else "computed again" }}<td class="c">{{ s.op }}
+    <td class="c">{{ s.value }}<td class="n">{{ s.times }}<td class="n">{{ s.bytes|bytes }}
+    <td class="c dim">{{ s.where|join(", ") }}<td>{{ s.why }}</tr>
+{% endfor %}
+</table>
 <h2>Left as ATen calls</h2>
 <table>
 <tr><th>phase<th>node<th>operator<th>line</tr>
@@ -107,11 +118,14 @@ _TEMPLATE = """\
 
 def render(explanation: Explanation, stats: Mapping[str, Any] | None = None) -> str:
     """The page's text. stats: figures to show at the top, as `CompiledStep.stats()` gives them."""
-    from trainfuse.debug.explain import human_bytes, op_summary
+    from trainfuse.debug.explain import human_bytes, memory_line, op_summary
 
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined)
     environment.filters.update(
-        bytes=human_bytes, ops=op_summary, words=lambda text: text.replace("_", " ")
+        bytes=human_bytes,
+        memory=memory_line,
+        ops=op_summary,
+        words=lambda text: text.replace("_", " "),
     )
     phases = [_phase_facts(explanation, phase) for phase in PHASES]
     template = environment.from_string(_TEMPLATE)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -14,7 +13,7 @@ from trainfuse import log
 from trainfuse.capture.regions import region_backend
 from trainfuse.capture.second_order import AGAIN
 from trainfuse.options import MODE, resolve
-from trainfuse.pipeline import Builder, joint_passes
+from trainfuse.pipeline import Builder
 
 
 def backend(
@@ -34,8 +33,8 @@ def backend(
     settings = resolve(mode=mode or MODE, options=dict(options or {})).settings()
     if settings.chosen_backend == "none":
         return gm.forward
-    passes = functools.partial(joint_passes, settings)
-    return region_backend(Builder(settings), passes, _notice)(gm, example_inputs)
+    build = Builder(settings)
+    return region_backend(build, build.joint_passes, _notice)(gm, example_inputs)
 
 
 def _notice(refusal: Refusal) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from autodiff import recompute, rng
+from autodiff import cut, rng
 from autodiff.graph import TrainingGraph
 from autodiff.rewrite import GraphEdit
 from tests.gradients.planted.planting import (
@@ -311,7 +311,7 @@ def _nothing_fixed(function: Any, met: Any) -> Any:
 
 def _seed_drawn_again(monkeypatch: Any, hits: Hits) -> None:
     """The seed counts as any cheap value, so that the backward draws another."""
-    again, save = recompute._Problem._again_cost, recompute._Problem._save_cost
+    again, save = cut.CutProblem._again_cost, cut.CutProblem._save_cost
 
     def is_seed(node: fx.Node) -> bool:
         return node.op == "call_function" and node.target is torch.ops.trainfuse.seed.default
@@ -323,16 +323,16 @@ def _seed_drawn_again(monkeypatch: Any, hits: Hits) -> None:
         return again(self, node, effort)
 
     def save_cost(self: Any, node: fx.Node) -> int:
-        return recompute.INFINITE if is_seed(node) else save(self, node)
+        return cut.INFINITE if is_seed(node) else save(self, node)
 
-    monkeypatch.setattr(recompute._Problem, "_again_cost", again_cost)
-    monkeypatch.setattr(recompute._Problem, "_save_cost", save_cost)
+    monkeypatch.setattr(cut.CutProblem, "_again_cost", again_cost)
+    monkeypatch.setattr(cut.CutProblem, "_save_cost", save_cost)
 
 
 def _made_after_update(monkeypatch: Any, hits: Hits) -> None:
     from autodiff import duplication
 
-    for module in (recompute, duplication):
+    for module in (cut, duplication):
         patched(module, "fixed_readers", _nothing_fixed)(monkeypatch, hits)
 
 
