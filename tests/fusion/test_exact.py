@@ -47,6 +47,12 @@ def all_but_the_greatest(x: Tensor) -> Tensor:
     return y.masked_fill(y >= y.amax(0).detach(), -math.inf).softmax(-1)
 
 
+def beside_a_part(x: Tensor) -> Tensor:
+    """Two overlapping parts of one value, one compared with the other's greatest."""
+    y = rough(x)
+    return torch.where(y[:, 4:12] >= y[:, :8].amax(-1, True).detach(), x[:, 4:12], 0.0)
+
+
 PROGRAMS: dict[str, Callable[[Tensor], Any]] = {
     "amax": lambda x: rough(x).amax(-1),
     "amin of columns": lambda x: rough(x).amin(0),
@@ -61,6 +67,8 @@ PROGRAMS: dict[str, Callable[[Tensor], Any]] = {
     "greatest difference": lambda x: torch.cdist(rough(x), rough(x).flip(0), p=float("inf")),
     "all but the greatest": all_but_the_greatest,
     "of what is read anyway": lambda x: (torch.tanh(x) * 1.7 + 0.3).amax(-1),
+    "of a part": lambda x: rough(x)[:, 4:].amax(-1),
+    "a part beside another's maximum": beside_a_part,
     "returned both": lambda x: (rough(x), rough(x).amax(-1), rough(x).cos()),
 }
 

@@ -8,7 +8,8 @@ one kernel.
 
 Obligations: what is climbed over is elementwise, or a view that only orders dims, of one phase with
 no effect in between; all that is read instead is in memory anyway, or has a single element along
-the indexed dims; and no more bytes are read than writing the value and reading its parts takes.
+the indexed dims; no more bytes are read than writing the value and reading its parts takes; and
+what is compared with something made of it (autodiff/exact.py) stays one value.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import torch
 from torch import fx
 
 from autodiff import ops
+from autodiff.exact import made_once
 from autodiff.graph import TrainingGraph
 from autodiff.reads import is_fusible, readers_of, takes_registers
 from autodiff.rewrite import GraphEdit
@@ -107,6 +109,7 @@ class _Mover:
 
     def __init__(self, edit: GraphEdit) -> None:
         self.edit = edit
+        self.once = made_once(edit.tg)
         self.effects: dict[fx.Node, int] = {}
         seen = 0
         for node in edit.graph.nodes:
@@ -120,7 +123,7 @@ class _Mover:
     def clear(self, value: fx.Node) -> bool:
         """Move every indexing of a value above it, when all can be and it pays."""
         padding = value.target is aten.constant_pad_nd.default
-        if not padding and not _elementwise(value):
+        if value in self.once or not (padding or _elementwise(value)):
             return False
         specs = {user: parse(user) for user in value.users}
         moves = [_Move(user, spec) for user, spec in specs.items() if spec is not None]
@@ -217,6 +220,8 @@ class _Mover:
             if counted(spec, operand) is not None:
                 continue
             inner = through(spec, operand)
+            if operand in self.once and not self._in_memory(operand, value):
+                return False
             if self._in_memory(operand, value):
                 found[operand] = int(value_bytes(operand) * share)
             elif composed(spec, operand) is not None:
