@@ -15,8 +15,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+import trainfuse
 from tests.gradients.op_db import suite
 from tests.gradients.op_db.calls import Call, of_sample
+from trainfuse.testing import assert_gradients_match
 
 # NaN and overflow make torch warn
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -157,3 +159,15 @@ def calls(group: dict[str, Case]) -> list[Call]:
 @pytest.mark.parametrize("group", GROUPS)
 def test_eager_s_choice(group, check):
     suite.check_all(calls(GROUPS[group]), check)
+
+
+def test_a_well_classified_sample_keeps_its_gradient():
+    """exp(-18) of it: sigmoid - 1, as torch takes it apart, would be 0."""
+
+    def loss(x: Tensor) -> Tensor:
+        return F.soft_margin_loss(x, torch.ones_like(x), reduction="sum")
+
+    x = torch.tensor([18.0, 19.0], requires_grad=True)
+    assert_gradients_match(
+        loss, (x,), compile_fn=lambda fn: trainfuse.compile(fn, backend="triton")
+    )

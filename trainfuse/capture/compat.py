@@ -346,6 +346,7 @@ _KEPT_WHOLE = (
     "aten._batch_norm", "aten.batch_norm", "aten._fused_rms_norm", "aten.index_add",
     "aten.gelu", "aten.bernoulli", "aten.rand", "aten.randn", "aten.randint", "aten.uniform",
     "aten.normal", "aten.logit_backward", "aten.hardsigmoid_backward",
+    "aten.soft_margin_loss_backward",
     "aten.max_pool2d_with_indices_backward",
 )  # fmt: skip
 """Ops that stay one node until recompute has run, or for good; see the op table."""
