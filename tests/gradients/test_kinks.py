@@ -7,7 +7,6 @@ tests/gradients/op_db, so NaN and infinities stand where eager's do, and layouts
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
