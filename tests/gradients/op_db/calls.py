@@ -9,8 +9,9 @@ from typing import Any
 from unittest import mock
 
 import torch
-from torch.testing._internal import common_methods_invocations as invocations
 from torch.utils import _pytree as pytree
+
+from tests.gradients.op_db.invocations import invocations
 
 
 @dataclass(frozen=True, slots=True)

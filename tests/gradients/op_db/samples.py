@@ -2,35 +2,22 @@
 
 from __future__ import annotations
 
-import importlib.util
 import itertools
 import random
-import sys
-import unittest
-import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from types import ModuleType
 from typing import Any
 
 import numpy as np
 import torch
 
 from tests.gradients.op_db.calls import Call, of_sample
-
-if importlib.util.find_spec("expecttest") is None:
-    # torch's module takes one base class of tests from it, which nothing here uses
-    sys.modules["expecttest"] = ModuleType("expecttest")
-    sys.modules["expecttest"].TestCase = unittest.TestCase  # type: ignore[attr-defined]
-
-with warnings.catch_warnings():  # it imports what torch itself calls deprecated
-    warnings.simplefilter("ignore")
-    from torch.testing._internal.common_methods_invocations import op_db
-    from torch.testing._internal.opinfo.core import (
-        BinaryUfuncInfo,
-        ReductionOpInfo,
-        UnaryUfuncInfo,
-    )
+from tests.gradients.op_db.invocations import (
+    BinaryUfuncInfo,
+    ReductionOpInfo,
+    UnaryUfuncInfo,
+    op_db,
+)
 
 LARGEST = 1 << 12
 """Elements of a sample's tensors in all, where it has smaller ones: the interpreter is slow."""

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 import linecache
 import re
+import sys
 import time
 import traceback
 import warnings
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any, Literal
 
 import numpy as np
@@ -52,12 +55,19 @@ class Verdict:
         return self.kind in ("wrong", "crash")
 
 
+_NUMBERS = itertools.count()
+
+
 def execute(text: str, name: str) -> dict[str, Any]:
-    """The names that a rendered file defines; its lines show in tracebacks."""
-    names: dict[str, Any] = {"__name__": "program"}
+    """The names that a rendered file defines; its lines show in tracebacks.
+
+    Its module stays where imports find it: torch 2.11's Dynamo imports functions' modules by name.
+    """
+    own = f"random_program_{next(_NUMBERS)}"
+    module = sys.modules[own] = ModuleType(own)
     linecache.cache[name] = (len(text), None, text.splitlines(keepends=True), name)
-    exec(compile(text, name, "exec"), names)
-    return names
+    exec(compile(text, name, "exec"), module.__dict__)
+    return module.__dict__
 
 
 def check(program: Program, device: str = "cpu") -> Verdict:

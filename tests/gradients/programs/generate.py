@@ -57,6 +57,17 @@ def _comparable_on_cuda(program: Program) -> None:
         raise Invalid("autograd's thread casts as written, not to fp64, when it recomputes")
 
 
+_NO_PROGRAM = (
+    RuntimeError,
+    AssertionError,
+    ValueError,
+    TypeError,
+    IndexError,
+    NameError,  # of a value that shrinking took away
+    UserWarning,
+)
+
+
 def reference(program: Program) -> Reference:
     """Its eager and fp64 runs. Raises Invalid for what eager refuses."""
     try:
@@ -65,7 +76,7 @@ def reference(program: Program) -> Reference:
             # a reentrant checkpoint of what needs no gradient drops its parameters' in eager alone
             warnings.filterwarnings("error", message="None of the inputs have requires_grad")
             return Reference(program)
-    except (RuntimeError, AssertionError, ValueError, TypeError, IndexError, UserWarning) as error:
+    except _NO_PROGRAM as error:
         raise Invalid(f"eager: {type(error).__name__}: {str(error)[:80]}") from None
 
 
