@@ -272,7 +272,7 @@ NORM = [
     *_forms("""
         functional.instance_norm({a}.reshape(1, {a}.shape[0], -1))
         functional.group_norm({a}.reshape(1, {a}.shape[0], -1), 1)
-        functional.batch_norm({a}, None, None, None, None, True)
+        functional.batch_norm({a}.contiguous(), None, None, None, None, True)
     """, ndim=2, size=4, half=False),
 ]  # fmt: skip
 
