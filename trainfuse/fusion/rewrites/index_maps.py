@@ -203,7 +203,8 @@ class _Mover:
                 return False
             read += _together(found)
         parts = sum(value_bytes(move.user) for move in moves)
-        return read <= parts + value_bytes(value)
+        # parts of constants would be one value, and join the kernels of all that read it
+        return 0 < read <= parts + value_bytes(value)
 
     def _reads(
         self, value: fx.Node, spec: Spec, share: float, found: dict[fx.Node, int], left: int
