@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.gradients.planted.table import FAULTS
 from tests.gradients.programs.check import check
 from tests.gradients.programs.control import Reference
 from tests.gradients.programs.generate import generate
@@ -24,7 +25,7 @@ from tests.gradients.programs.tree import Compile, Leaf, Program, Statement, Upd
 from trainfuse.codegen import lower as lowering
 
 ROOT = Path(__file__).parents[2]
-COUNT = int(os.environ.get("PROGRAMS", "100"))
+COUNT = int(os.environ.get("PROGRAMS", "500"))
 START = int(os.environ.get("PROGRAMS_START", "0"))
 CHUNK = 20
 NIGHTLY = 20_000
@@ -104,6 +105,32 @@ def test_a_wrong_kernel_is_caught(capture, wrong_tanh):
     verdict = check(_tanh(capture))
     assert verdict.kind == "wrong", verdict.trace
     assert verdict.capture == ("whole_step" if capture == "whole" else "regions")
+
+
+# The first seed, of those that run without the gate, whose program shows the fault.
+CAUGHT = {
+    "factor": 3,
+    "forward factor": 3,
+    "wrong element": 3,
+    "bad tail mask": 13,
+    "lost second cotangent": 9,
+    "mean not divided": 3,
+    "gradient lost": 14,
+    "mutation lost": 14,
+}
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("name", CAUGHT)
+def test_a_planted_fault_is_caught(name, monkeypatch):
+    """By one small program; after a change of the vocabulary, look for the seed again."""
+    program = generate(CAUGHT[name]).program
+    assert check(program).kind == "right"
+    (fault,) = [fault for fault in FAULTS if fault.name == name]
+    hits = []
+    fault.plant(monkeypatch, hits)
+    assert check(program).kind == "wrong"
+    assert hits
 
 
 def test_a_failure_is_shrunk(wrong_tanh):
