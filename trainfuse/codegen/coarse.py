@@ -2,7 +2,7 @@
 
 The hardware's exp2 of x log2(e) is within |x| ulps of exp(x), with a quarter of the arithmetic that
 an exponential to one ulp takes; over half-type rows that arithmetic is what kernels are bound by.
-|x| ulps of fp32 are at most 1/80 of a rounding to fp16, 1/600 of one to bf16 (below -104 the result
+|x| ulps of fp32 are at most 1/80 of a step of fp16, and 1/600 of one of bf16 (below -104 the result
 is zero). So a value is coarse when all that is made of it, element by element, is rounded to a half
 type. Two things on the way could make the error more than it is:
 
