@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_leaves
 from autodiff.graph import Refusal
 from autodiff.ops import lookup
 from autodiff.reference import run_nodes
+from trainfuse.codegen.choices import MODEL, Choice
 from trainfuse.codegen.ir import GroupKernel
 from trainfuse.codegen.lower import lower_nodes
 from trainfuse.codegen.targets import SIMULATED, CodegenOptions, Target
@@ -66,9 +67,12 @@ def trace(fn: Callable[..., Any], args: Sequence[torch.Tensor], table: Any = Non
 
 
 def lowered(
-    case: Case, target: Target = SIMULATED, options: CodegenOptions | None = None
+    case: Case,
+    target: Target = SIMULATED,
+    options: CodegenOptions | None = None,
+    choice: Choice = MODEL,
 ) -> GroupKernel:
-    kernel = lower_nodes(case.nodes, case.outputs, target, options)
+    kernel = lower_nodes(case.nodes, case.outputs, target, options, choice=choice)
     assert not isinstance(kernel, Refusal), kernel
     return kernel
 
@@ -158,6 +162,7 @@ def check(
     options: CodegenOptions | None = None,
     target: Target = SIMULATED,
     walk: bool = False,
+    choice: Choice = MODEL,
 ) -> GroupKernel:
     """Assert that the kernels' error against fp64 is at most twice eager's.
 
@@ -165,7 +170,7 @@ def check(
     element, twice eager's error is a matter of luck.
     """
     case = trace(fn, args, table)
-    kernel = lowered(case, target, options)
+    kernel = lowered(case, target, options, choice)
     ours = run_case(case, args, kernel)
     eager = reference(case, args, None)
     exact = reference(case, args, torch.float64)

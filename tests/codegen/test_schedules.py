@@ -15,6 +15,7 @@ from torch._subclasses import FakeTensorMode
 
 import autodiff.rng  # noqa: F401 -- registers trainfuse.keep_mask
 from autodiff.graph import Refusal
+from trainfuse.codegen.choices import Choice
 from trainfuse.codegen.lower import lower_nodes
 from trainfuse.codegen.targets import SIMULATED, CodegenOptions, Target
 
@@ -213,6 +214,56 @@ def test_other_floating_types(name: str, dtype: torch.dtype) -> None:
     _, fn, make = CASES[name]
     kernel = check(fn, [value.to(dtype) for value in make()], table=NORMS)
     assert ("tl.float64" in kernel.source) <= (dtype == torch.float64)
+
+
+KEPT: dict[str, tuple[int, Any]] = {
+    "softmax": (20000, lambda x: F.softmax(x, -1)),
+    "whole segments": (24576, lambda x: F.softmax(x, -1)),
+    # the last of eight segments is read again in each pass
+    "a segment too many": (32000, lambda x: F.softmax(x, -1)),
+    "norm": (20000, lambda x: F.layer_norm(x, x.shape[-1:])),
+    "two rows": (
+        9000, lambda x: F.layer_norm(x[:2] * x[2:], x.shape[-1:])
+    ),
+    "an element of it": (
+        20000, lambda x: F.log_softmax(x, -1).gather(1, torch.full((x.shape[0], 1), 19999))
+    ),
+    "values of rows": (
+        20000,
+        lambda x: (x.amax(-1), x.amin(-1), (x - x.amin(-1, keepdim=True)).exp().sum(-1)),
+    ),
+    "variance in a second pass": (20000, lambda x: (x - x.amax(-1, keepdim=True)).var(-1)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("name", KEPT)
+def test_rows_kept_as_they_are_read(name: str, target: str, dtype: torch.dtype) -> None:
+    width, fn = KEPT[name]
+    choice = Choice(block=4096, held=True)
+    kernel = check(
+        fn, [randn(4, width).to(dtype)], table=NORMS, target=TARGETS[target], choice=choice
+    )
+    assert kernel.launches[0].function == "row_kernel"
+    assert "lib.widen(" in kernel.source
+
+
+def test_which_rows_are_kept() -> None:
+    """Those that are gone over twice, start at whole vectors, and fit; nothing is drawn."""
+
+    def source(width: int, fn: Any, dtype: torch.dtype = torch.bfloat16) -> str:
+        return lowered(trace(fn, [randn(2, width).to(dtype)], NORMS), TARGETS["gpu"]).source
+
+    def softmax(x: torch.Tensor) -> torch.Tensor:
+        return F.softmax(x, -1)
+
+    assert "lib.widen(" in source(32000, softmax)
+    assert "lib.widen(" not in source(32001, softmax)
+    assert "lib.widen(" not in source(65536, softmax)
+    assert "lib.widen(" not in source(4096, softmax)
+    assert "lib.widen(" not in source(32000, softmax, torch.float32)
+    assert "lib.widen(" not in source(32000, lambda x: x.float().exp().sum(-1))
 
 
 MASKED: dict[str, Spec] = {

@@ -27,8 +27,8 @@ def scale(in0_ptr, out0_ptr):
     i = tl.program_id(0) * 1024 + tl.arange(0, 1024)
     tl.store(out0_ptr + i, tl.load(in0_ptr + i) * 2.0)
 """
-ALIGNED = Variant("scale", ("*fp32", "*fp32"), True, 4, 2)
-UNALIGNED = Variant("scale", ("*fp32", "*fp32"), False, 4, 2)
+ALIGNED = Variant("scale", ("*fp32", "*fp32"), True, 4)
+UNALIGNED = Variant("scale", ("*fp32", "*fp32"), False, 4)
 ARCH = "sm_90"
 
 
@@ -140,7 +140,7 @@ def job(folder: Path, source: str) -> dict[str, object]:
         "types": ["*fp32", "*fp32"],
         "aligned": True,
         "num_warps": 4,
-        "num_stages": 2,
+        "max_registers": None,
         "fma": True,
         "arch": 90,
     }
@@ -202,7 +202,7 @@ def scale(x_ptr, y_ptr, z_ptr, out_ptr):
 def test_without_fma_products_and_sums_round_separately(tmp_path: Path) -> None:
     tmp_path.chmod(0o700)
     types = ("*fp32",) * 4
-    fused, apart = (Variant("scale", types, True, 4, 2, fma) for fma in (True, False))
+    fused, apart = (Variant("scale", types, True, 4, fma=fma) for fma in (True, False))
     folder = compiled(KernelCache(tmp_path), fused, apart, source=MULTIPLY_ADD)
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
     found = []

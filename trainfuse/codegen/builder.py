@@ -57,7 +57,7 @@ class Builder:
 
     segmented: the tile axis that has several segments; values along it have a name for each.
     suffix: of new names, where values are emitted a second time at other places of the tile, along
-    the axis `moved`.
+    the axis `moved`. kept: names of rows that are held as they were read, by input and index.
     """
 
     def __init__(self, group: Group, tile: Sequence[TileAxis], segmented: str) -> None:
@@ -77,6 +77,7 @@ class Builder:
         self.wide = wide(group)
         self.coarse = coarse_nodes(group.nodes, group.outputs)
         self.chosen = Chosen(group)
+        self.kept: dict[tuple[fx.Node, str], str] = {}
 
     # Scopes.
 
@@ -220,6 +221,10 @@ class Builder:
         self.args[arg] = None
         kind = "x".join(map(str, node.meta["val"].shape)) or "scalar"
         for index, name in enumerate(names):
+            at = self.segment(self.segmented, index).index
+            if (raw := self.kept.get((node, at))) is not None:
+                self.scopes[depth].body.append(Map(name, f"lib.widen({raw})", "widened again"))
+                continue
             tests = [("" if holds else "~") + self.text(test, index) for test, holds in where]
             self.scopes[depth].body.append(
                 Load(

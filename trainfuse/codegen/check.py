@@ -19,7 +19,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from trainfuse.codegen.compiling import assertions
+from trainfuse.codegen.compiling import assertions, compiler_options
 from trainfuse.codegen.cubin import resources
 from trainfuse.codegen.ir import PREFIX, GroupKernel
 from trainfuse.codegen.targets import Target
@@ -84,8 +84,7 @@ def compile_only(
             source,
             target=GPUTarget("cuda", target.capability, 32),
             options={
-                "num_warps": launch.num_warps,
-                "num_stages": launch.num_stages,
+                **compiler_options(launch.num_warps, launch.max_registers),
                 **assertions(kernel.source),
             },
         )

@@ -12,7 +12,7 @@ class Choice:
 
     warps: warps a program. rows: rows of a tile, or rows a step. block: columns of a tile or of a
     chunk, or elements a program. per_sm: programs a multiprocessor, where programs persist. held:
-    whether a row stays in registers.
+    whether a row stays in registers; with a block, as it is read.
     """
 
     warps: int | None = None

@@ -1,6 +1,14 @@
-"""Options of Triton's compiler that a kernel's text asks for; imports nothing, for the workers."""
+"""Options of Triton's compiler; imports nothing, for the workers."""
 
 from __future__ import annotations
+
+STAGES = 2  # of software pipelining, which Triton does around matrix products only
+
+
+def compiler_options(num_warps: int, max_registers: int | None) -> dict[str, int]:
+    """What a launch asks of the compiler: warps a program, and registers that a thread may take."""
+    options = {"num_warps": num_warps, "num_stages": STAGES}
+    return options if max_registers is None else {**options, "maxnreg": max_registers}
 
 
 def assertions(source: str) -> dict[str, bool]:

@@ -109,6 +109,11 @@ def reduce_min(x: Any, axis: int, keep_dims: bool) -> Any:
     return _wrap(np.min(x.handle.data, axis=axis, keepdims=keep_dims), x)
 
 
+def widen(x: Any) -> Any:
+    """A half tile in fp32."""
+    return x.to(tl.float32)
+
+
 def reduce_sum(x: Any, axis: int, keep_dims: bool) -> Any:
     """Sum along an axis by halves, as a GPU's tree does; np.sum adds rows one after another."""
     data = np.moveaxis(x.handle.data, axis, 0)

@@ -124,7 +124,10 @@ Statement = Constant | Check | Define | Load | Map | Reduce | Random | Store | B
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    """One @triton.jit function and how it is launched."""
+    """One @triton.jit function and how it is launched.
+
+    max_registers: that a thread may take, where what a program leaves to others matters.
+    """
 
     name: str
     doc: str
@@ -132,7 +135,7 @@ class Kernel:
     body: tuple[Statement, ...]
     grid: tuple[int, int, int]
     num_warps: int
-    num_stages: int = 2
+    max_registers: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,7 +167,7 @@ class Launch:
     grid: tuple[int, int, int]
     args: tuple[ArgRef, ...]
     num_warps: int
-    num_stages: int
+    max_registers: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

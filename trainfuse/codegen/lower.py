@@ -92,7 +92,7 @@ def assemble(name: str, module: Module) -> GroupKernel:
     """Text, launches and key of a module of kernels."""
     source = print_module(module)
     launches = tuple(
-        Launch(kernel.name, kernel.grid, kernel.args, kernel.num_warps, kernel.num_stages)
+        Launch(kernel.name, kernel.grid, kernel.args, kernel.num_warps, kernel.max_registers)
         for kernel in module.kernels
     )
     workspaces = tuple((space.shape, space.dtype) for space in module.workspaces)

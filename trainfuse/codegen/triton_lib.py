@@ -7,7 +7,7 @@ import triton.language as tl
 
 if triton.knobs.runtime.interpret:
     from trainfuse.codegen import interpreted as libdevice
-    from trainfuse.codegen.interpreted import reduce_max, reduce_min, reduce_sum
+    from trainfuse.codegen.interpreted import reduce_max, reduce_min, reduce_sum, widen
 else:
     from triton.language.extra import libdevice
 
@@ -26,8 +26,20 @@ else:
         """Sum along an axis."""
         return tl.sum(x, axis, keep_dims=keep_dims)
 
+    @triton.jit
+    def widen(x):
+        """A half tile in fp32, made anew at each call.
 
-__all__ = ["libdevice", "reduce_max", "reduce_min", "reduce_sum"]
+        Two casts of one tile would be merged, and the wide tile kept in twice the registers: what
+        `mov` gives can't be told to be the same.
+        """
+        again = tl.inline_asm_elementwise(
+            "mov.b32 $0, $1;", "=r,r", [x], dtype=x.dtype, is_pure=False, pack=2
+        )
+        return again.to(tl.float32)
+
+
+__all__ = ["libdevice", "reduce_max", "reduce_min", "reduce_sum", "widen"]
 
 
 @triton.jit

@@ -49,13 +49,13 @@ class Variant:
     types: tuple[str, ...]
     aligned: bool
     num_warps: int
-    num_stages: int
+    max_registers: int | None = None
     fma: bool = True
 
     @property
     def stem(self) -> str:
         """File name without suffix."""
-        text = f"{self.types} {self.aligned} {self.num_warps} {self.num_stages} {self.fma}"
+        text = f"{self.types} {self.aligned} {self.num_warps} {self.max_registers} {self.fma}"
         return f"{self.function}-{hashlib.sha256(text.encode()).hexdigest()[:16]}"
 
 
@@ -228,7 +228,7 @@ def _job(folder: Path, variant: Variant, arch: str) -> dict[str, Any]:
         "types": list(variant.types),
         "aligned": variant.aligned,
         "num_warps": variant.num_warps,
-        "num_stages": variant.num_stages,
+        "max_registers": variant.max_registers,
         "fma": variant.fma,
         "arch": int(arch.removeprefix("sm_")),
     }

@@ -32,15 +32,15 @@ def load_source(path: Path) -> ModuleType:
 def compile_kernel(job: dict[str, Any]) -> None:
     """Compile one function and leave `STEM.cubin`, `.usage` and `.json` in the job's folder.
 
-    job: source, folder, stem, function, types (one a parameter), aligned, num_warps, num_stages,
-    fma, arch (90 for sm_90). Files appear by renaming, metadata last: a reader never sees half a
-    kernel.
+    job: source, folder, stem, function, types (one a parameter), aligned, num_warps,
+    max_registers, fma, arch (90 for sm_90). Files appear by renaming, metadata last: a reader never
+    sees half a kernel.
     """
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from trainfuse.codegen.compiling import assertions
+    from trainfuse.codegen.compiling import assertions, compiler_options
     from trainfuse.codegen.cubin import resources
 
     path = Path(job["source"])
@@ -52,8 +52,7 @@ def compile_kernel(job: dict[str, Any]) -> None:
         ASTSource(function, signature, {}, attrs),
         target=GPUTarget("cuda", job["arch"], 32),
         options={
-            "num_warps": job["num_warps"],
-            "num_stages": job["num_stages"],
+            **compiler_options(job["num_warps"], job["max_registers"]),
             "enable_fp_fusion": job["fma"],
             **assertions(path.read_text()),
         },

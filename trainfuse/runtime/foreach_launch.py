@@ -14,7 +14,6 @@ from trainfuse.runtime.cache import KernelCache, Variant
 from trainfuse.runtime.launch import BoundFunction, pointer_type
 
 Entry = Mapping[str, Tensor]
-_NUM_STAGES = 2
 
 
 class ForeachLauncher:
@@ -51,7 +50,7 @@ class ForeachLauncher:
             launches.append(("advance", ["*i64", *shared], len(entries)))
         self._functions = [
             BoundFunction(
-                cache, folder, arch, name, types, (grid, 1, 1), kernel.num_warps, _NUM_STAGES, fma
+                cache, folder, arch, name, types, (grid, 1, 1), kernel.num_warps, None, fma
             )
             for name, types, grid in launches
         ]

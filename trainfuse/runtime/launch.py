@@ -67,12 +67,12 @@ class BoundFunction:
         types: Sequence[str],
         grid: tuple[int, int, int],
         num_warps: int,
-        num_stages: int,
+        max_registers: int | None,
         fma: bool,
     ) -> None:
         self._cache, self._folder, self._arch, self._grid = cache, folder, arch, grid
         self._aligned, self._unaligned = (
-            _Bound(Variant(function, tuple(types), aligned, num_warps, num_stages, fma))
+            _Bound(Variant(function, tuple(types), aligned, num_warps, max_registers, fma))
             for aligned in (True, False)
         )
         self._interpreted = None
@@ -140,7 +140,7 @@ class GroupLauncher:
                 [pointer_type(dtypes[i]) for i in order],
                 launch.grid,
                 launch.num_warps,
-                launch.num_stages,
+                launch.max_registers,
                 fma and not group.exact,
             )
             self._launches.append((function, order))

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, fx
 
 from autodiff.reference import widened_call
+from trainfuse.codegen.compiling import compiler_options
 from trainfuse.runtime.emit import RESERVED, Expressions, Namer, device_text
 from trainfuse.runtime.layout import copy_to
 from trainfuse.versions import installed
@@ -207,7 +208,8 @@ def launch_text(kernel: GroupKernel) -> str:
     lines.append("    ]")
     for launch in kernel.launches:
         arguments = ", ".join(f"{kind}s[{i}]" for kind, i in launch.args)
-        options = f"num_warps={launch.num_warps}, num_stages={launch.num_stages}"
+        given = compiler_options(launch.num_warps, launch.max_registers)
+        options = ", ".join(f"{name}={value}" for name, value in given.items())
         lines.append(f"    {launch.function}[{tuple(launch.grid)}]({arguments}, {options})")
     return "\n".join([*lines, ""])
 

@@ -31,6 +31,7 @@ from trainfuse.codegen.tile import Segment, TileAxis, divide_up, power_of_two
 
 MAX_PROGRAMS = 1024  # partial results that one tail tile holds
 TAIL_TILE = 8192
+TAIL_COLUMNS = 16  # of a tail's tile at least: two sectors of fp32
 
 
 @dataclass(frozen=True, slots=True)
@@ -333,7 +334,9 @@ def tail_columns(group: Group, target: Target, held: int) -> TileAxis:
     """The tail's column axis: as many columns a program as its tile of partials leaves room for."""
     domain = group.domain
     width = domain.extent(domain.cols)
-    block = 4096 if target.interpreted else max(16, TAIL_TILE // held)
+    # few partials: rather a program on every multiprocessor than long ones on some
+    spread = power_of_two(divide_up(width, target.num_sms))
+    block = 4096 if target.interpreted else max(TAIL_COLUMNS, min(TAIL_TILE // held, spread))
     block = min(power_of_two(width), block)
     mask = "" if width % block == 0 else "col_mask"
     return TileAxis("col", domain.cols, width, (Segment("col", mask, block),), 1, True)

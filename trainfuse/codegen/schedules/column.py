@@ -16,6 +16,8 @@ WARPS = 8
 PROGRAMS_PER_SM = 4
 STEPS = 4
 """Row steps that a program takes at least: fewer leave the tail more to add than they save."""
+# So few rows are one slab, of tall and narrow tiles: a tail would cost more than the steps saved.
+FEW_ROWS, TALL, LEAST_ROWS, SECTOR = 1024, 128, 32, 16
 # Columns of a tile when neighbours in memory are neighbours of a column: whole sectors of it.
 FEW_COLUMNS = 4
 TILE_REGISTERS = 160
@@ -38,7 +40,8 @@ def build(group: Group, target: Target, options: CodegenOptions, choice: Choice)
     rows, block = tile_shape(group, target, choice)
     tiles = divide_up(width, block)
     wanted = max(1, (choice.per_sm or PROGRAMS_PER_SM) * target.num_sms // tiles)
-    slabs = min(wanted, divide_up(total, STEPS * rows), accumulate.MAX_PROGRAMS)
+    steps = divide_up(FEW_ROWS, rows) if total <= FEW_ROWS else STEPS
+    slabs = min(wanted, divide_up(total, steps * rows), accumulate.MAX_PROGRAMS)
     row_mask = "row_mask" if total % rows else ""
     col_mask = "col_mask" if width % block else ""
     tile = [
@@ -57,8 +60,15 @@ def build(group: Group, target: Target, options: CodegenOptions, choice: Choice)
     if col_mask:
         prologue.append(("col_mask", "col < COLS"))
     doc = f"Sums over rows: {describe(group, needed(group))}."
-    plan = accumulate.Plan(slabs, rows, "column_kernel", doc, choice.warps or WARPS, tiles)
+    plan = accumulate.Plan(
+        slabs, rows, "column_kernel", doc, choice.warps or num_warps(rows * block), tiles
+    )
     return accumulate.build(group, target, tile, plan, prologue)
+
+
+def num_warps(elements: int) -> int:
+    """Warps of a program: each thread has a few elements of a step."""
+    return min(WARPS, max(1, elements // (4 * 32)))
 
 
 def tile_shape(group: Group, target: Target, choice: Choice) -> tuple[int, int]:
@@ -69,6 +79,9 @@ def tile_shape(group: Group, target: Target, choice: Choice) -> tuple[int, int]:
     dense_rows = len(domain.sizes) - 1 in domain.rows
     columns = choice.block or (FEW_COLUMNS if dense_rows else COLUMNS)
     block = min(power_of_two(width), columns)
+    few = total <= FEW_ROWS and not dense_rows
+    while few and not choice.block and block > SECTOR and divide_up(width, block) < target.num_sms:
+        block //= 2
     if target.interpreted:
         block = min(power_of_two(width), 2048)
         return min(max(1, 16384 // block), power_of_two(total)), block
@@ -76,6 +89,8 @@ def tile_shape(group: Group, target: Target, choice: Choice) -> tuple[int, int]:
         return min(choice.rows, power_of_two(total)), block
     # Few columns idle the multiprocessors: take more slabs of rows, and taller tiles.
     rows = min(ROWS * max(1, COLUMNS // block), power_of_two(total))
+    if few:
+        rows = min(TALL, max(LEAST_ROWS, power_of_two(total)))
     live = live_tiles(group) + len(domain.reduced)
     while rows > 8 and rows * block * live / (32 * WARPS) > TILE_REGISTERS:
         rows //= 2

@@ -6,16 +6,11 @@ whole sectors are read.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-from torch import fx
-
 from trainfuse.codegen import reductions
 from trainfuse.codegen.builder import Builder, Group
 from trainfuse.codegen.choices import Choice, products
 from trainfuse.codegen.ir import Barrier, Loop, Module
-from trainfuse.codegen.reductions import Accumulator, Reduction
-from trainfuse.codegen.schedules import online
+from trainfuse.codegen.schedules import kept, online, passes
 from trainfuse.codegen.schedules.common import (
     aligned,
     column_definitions,
@@ -24,15 +19,14 @@ from trainfuse.codegen.schedules.common import (
     describe,
     kernel,
     lanes,
-    levels,
     live_tiles,
     long,
     needed,
     own_axes,
     preload,
-    read_by,
     rows_are_neighbours,
 )
+from trainfuse.codegen.schedules.passes import ROW, Pass
 from trainfuse.codegen.targets import CodegenOptions, Target
 from trainfuse.codegen.tile import (
     Segment,
@@ -46,8 +40,6 @@ from trainfuse.codegen.triton_ops import Unsupported
 
 MAX_WARPS = 16
 CHUNK_WARPS = 8
-ROW = frozenset({"row"})
-ROW_AND_COL = frozenset({"row", "col"})
 # Elements of a program of short rows. One warp, while its registers hold them: a reduction within
 # a warp needs no barrier, and programs are many enough to fill the machine.
 ROW_ELEMENTS = 1024
@@ -64,7 +56,8 @@ RESIDENT_WARPS = 32
 LIKELY = (
     Choice(warps=8, held=True),
     Choice(warps=4, rows=2, held=True),
-    Choice(warps=8, block=1024, held=False),
+    Choice(warps=8, block=kept.ELEMENTS * 32 * 8, held=True),
+    Choice(held=False),
     Choice(warps=4, block=4096, held=False),
     Choice(warps=16, block=8192, held=False),
     Choice(warps=32, block=8192, held=False),
@@ -76,7 +69,7 @@ OTHERS = (
 
 
 def build(group: Group, target: Target, options: CodegenOptions, choice: Choice) -> Module:
-    """Rows held in registers, or walked in chunks when they are too long."""
+    """Rows held in registers, kept as they are read, or walked in chunks when they are too long."""
     domain = group.domain
     held = sum(block for _, block in cover(domain.extent(domain.cols)))
     strip, live = narrowest(group), live_tiles(group)
@@ -85,8 +78,12 @@ def build(group: Group, target: Target, options: CodegenOptions, choice: Choice)
     wide = strip * (choice.rows or 1) if strip > 1 else 1
     if choice.held and wide * held * live / (32 * (choice.warps or MAX_WARPS)) > SPILLING:
         raise Unsupported(group.nodes[-1], "its rows are too long for so few threads to hold")
+    if choice.held and choice.block and kept.why_not(group, choice.warps or kept.WARPS) is None:
+        return kept.build(group, choice)
     if fits if choice.held is None else choice.held:
         return in_registers(group, target, choice)
+    if choice.held is None and kept.why_not(group, kept.WARPS) is None and kept.pays(group):
+        return kept.build(group, choice)
     return chunked(group, target, options, choice)
 
 
@@ -180,58 +177,6 @@ def in_registers(group: Group, target: Target, choice: Choice) -> Module:
     return Module((launch,), in_place=aligned(group) if alone else frozenset())
 
 
-@dataclass(frozen=True, slots=True)
-class Pass:
-    """One level of a row in chunks: reductions of values that are ready, then what they allow.
-
-    picks: single elements, read first: a gradient may be written over its logits. accs, both:
-    reductions made in a loop over the chunks, both: a maximum with its sum. thin, wide: outputs of
-    one element a row, and of the whole row.
-    """
-
-    accs: list[Accumulator]
-    both: list[online.Pair]
-    picks: list[Reduction]
-    thin: list[fx.Node]
-    wide: list[fx.Node]
-
-    @property
-    def walks(self) -> bool:
-        """Whether it goes over the row at all."""
-        return bool(self.accs or self.both or self.wide)
-
-    def read(self) -> list[fx.Node]:
-        """Values that are computed in it."""
-        reds = [*(acc.red for acc in self.accs), *(red for pair in self.both for red in pair)]
-        found = [node for red in (*reds, *self.picks) for node in red.node.all_input_nodes]
-        return [*found, *self.thin, *self.wide]
-
-
-def passes(group: Group, nodes: list[fx.Node]) -> list[Pass]:
-    """What each pass over a row's chunks does, one for each level of reductions."""
-    domain = group.domain
-    level = levels(nodes, frozenset(n for n in nodes if domain.reduced.get(n)))
-    reds = [reductions.parse(node, domain) for node in nodes if domain.reduced.get(node)]
-    fused = online.pairs(group, reds)
-    paired = {red.node for pair in fused for red in pair}
-    found: list[Pass] = []
-    for current in range(max(level.values()) + 1):
-        here = [node for node in nodes if level[node] == current]
-        single = [red for red in reds if red.node in here and red.node not in paired]
-        stored = [n for n in here if n in group.outputs and not domain.reduced.get(n)]
-        wide = [n for n in stored if own_axes(domain, n) & frozenset(domain.cols)]
-        found.append(
-            Pass(
-                [Accumulator(red, ("col",), ROW_AND_COL) for red in single if red.op != "pick"],
-                [pair for pair in fused if pair[0].node in here],
-                [red for red in single if red.op == "pick"],
-                [node for node in stored if node not in wide],
-                wide,
-            )
-        )
-    return found
-
-
 def strip_rows(group: Group) -> int:
     """Rows of a program that walks chunks."""
     domain = group.domain
@@ -278,7 +223,7 @@ def chunked(group: Group, target: Target, options: CodegenOptions, choice: Choic
     domain = group.domain
     width, total = domain.extent(domain.cols), domain.extent(domain.rows)
     nodes = needed(group)
-    plan = passes(group, nodes)
+    plan = passes.plan(group, nodes, online=True)
     elements, warps = chunk_and_warps(group, target, options, choice, sum(p.walks for p in plan))
     rows = strip_rows(group)
     block = max(1, elements // rows)
@@ -307,17 +252,7 @@ def chunked(group: Group, target: Target, options: CodegenOptions, choice: Choic
             builder.store(node)
     doc = f"A row in chunks: {describe(group, nodes)}."
     launch = kernel(builder, "row_kernel", doc, (divide_up(total, rows), 1, 1), warps)
-    return Module((launch,), in_place=overwritable(group, plan))
-
-
-def overwritable(group: Group, plan: list[Pass]) -> frozenset[tuple[int, int]]:
-    """(output, input) numbers where no later pass reads what the output would be written over."""
-    found = aligned(group)
-    for number, step in enumerate(plan):
-        late = read_by(group, [node for later in plan[number + 1 :] for node in later.read()])
-        outputs = {group.outputs.index(node) for node in step.wide}
-        found -= {(o, i) for o in outputs for i, node in enumerate(group.inputs) if node in late}
-    return found
+    return Module((launch,), in_place=passes.overwritable(group, plan))
 
 
 def walk(builder: Builder, step: Pass, back: bool) -> None:

@@ -1,0 +1,81 @@
+"""A long row gone over several times: what each pass does."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import fx
+
+from trainfuse.codegen import reductions
+from trainfuse.codegen.builder import Group
+from trainfuse.codegen.reductions import Accumulator, Reduction
+from trainfuse.codegen.schedules.common import aligned, levels, own_axes, read_by
+from trainfuse.codegen.schedules.online import Pair, pairs
+
+ROW = frozenset({"row"})
+ROW_AND_COL = frozenset({"row", "col"})
+
+
+@dataclass(frozen=True, slots=True)
+class Pass:
+    """One level of a row in chunks: reductions of values that are ready, then what they allow.
+
+    picks: single elements, read first: a gradient may be written over its logits. accs, both:
+    reductions made in a loop over the chunks, both: a maximum with its sum. thin, wide: outputs of
+    one element a row, and of the whole row.
+    """
+
+    accs: list[Accumulator]
+    both: list[Pair]
+    picks: list[Reduction]
+    thin: list[fx.Node]
+    wide: list[fx.Node]
+
+    @property
+    def walks(self) -> bool:
+        """Whether it goes over the row at all."""
+        return bool(self.accs or self.both or self.wide)
+
+    def read(self) -> list[fx.Node]:
+        """Values that are computed in it."""
+        reds = [*(acc.red for acc in self.accs), *(red for pair in self.both for red in pair)]
+        found = [node for red in (*reds, *self.picks) for node in red.node.all_input_nodes]
+        return [*found, *self.thin, *self.wide]
+
+
+def plan(group: Group, nodes: list[fx.Node], *, online: bool) -> list[Pass]:
+    """What each pass over a row does, one for each level of reductions.
+
+    online: a maximum and the sum of exponentials that it shifts are made in one.
+    """
+    domain = group.domain
+    level = levels(nodes, frozenset(n for n in nodes if domain.reduced.get(n)))
+    reds = [reductions.parse(node, domain) for node in nodes if domain.reduced.get(node)]
+    fused = pairs(group, reds) if online else []
+    paired = {red.node for pair in fused for red in pair}
+    found: list[Pass] = []
+    for current in range(max(level.values()) + 1):
+        here = [node for node in nodes if level[node] == current]
+        single = [red for red in reds if red.node in here and red.node not in paired]
+        stored = [n for n in here if n in group.outputs and not domain.reduced.get(n)]
+        wide = [n for n in stored if own_axes(domain, n) & frozenset(domain.cols)]
+        found.append(
+            Pass(
+                [Accumulator(red, ("col",), ROW_AND_COL) for red in single if red.op != "pick"],
+                [pair for pair in fused if pair[0].node in here],
+                [red for red in single if red.op == "pick"],
+                [node for node in stored if node not in wide],
+                wide,
+            )
+        )
+    return found
+
+
+def overwritable(group: Group, plan: list[Pass]) -> frozenset[tuple[int, int]]:
+    """(output, input) numbers where no later pass reads what the output would be written over."""
+    found = aligned(group)
+    for number, step in enumerate(plan):
+        late = read_by(group, [node for later in plan[number + 1 :] for node in later.read()])
+        outputs = {group.outputs.index(node) for node in step.wide}
+        found -= {(o, i) for o in outputs for i, node in enumerate(group.inputs) if node in late}
+    return found
