@@ -16,6 +16,7 @@ from .pools import save_less_of_pools
 from .recompute import Choice, RecomputeReport, choose, save_all, saved_values
 from .rereads import reread_less
 from .rng import functionalize_dropout
+from .signs import save_less_of_signs
 
 
 def partition(
@@ -42,7 +43,7 @@ def partition(
         tg = functionalize_dropout(tg)
     tg = save_less_of_pools(cleanup(decompose(tg, {**losses(), **channel_norms()})))
     if recompute:
-        tg = reread_less(tg)
+        tg = save_less_of_signs(reread_less(tg))
     choice = choose_for_joint(tg, num_fwd_outputs, static, memory_budget, recompute=recompute)
     if note is not None:
         note(choice.report)

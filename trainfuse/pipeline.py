@@ -27,6 +27,7 @@ from autodiff.pools import save_less_of_pools
 from autodiff.recompute import RecomputeReport, plan_recompute
 from autodiff.rereads import reread_less
 from autodiff.rng import functionalize_dropout
+from autodiff.signs import save_less_of_signs
 from autodiff.slicing import Slices, slice_graph
 from autodiff.split import partition
 from autodiff.verify import verify
@@ -113,7 +114,7 @@ def _decompose(state: State) -> State:
 def _rereads(state: State) -> State:
     facts = state.facts
     wanted = facts.kind == "whole_step" and facts.settings.recompute
-    return replace(state, graph=reread_less(state.graph)) if wanted else state
+    return replace(state, graph=save_less_of_signs(reread_less(state.graph))) if wanted else state
 
 
 def _recompute(state: State) -> State:
