@@ -17,41 +17,76 @@ from .rewrite import GraphEdit, same_strides
 
 aten: Any = torch.ops.aten
 
+_COMPARISONS = frozenset(
+    {
+        aten.le.Scalar,
+        aten.lt.Scalar,
+        aten.ge.Scalar,
+        aten.gt.Scalar,
+        aten.eq.Scalar,
+        aten.ne.Scalar,
+    }
+)
+
 
 def save_less_of_signs(tg: TrainingGraph) -> TrainingGraph:
     """Let the forward compare what a later phase would read for a comparison alone.
 
     Only values that the forward makes on the way: not those that it writes anyway, nor those of
-    checkpoints, which are made again. Equal to the last bit, NaN included.
+    checkpoints, which are made again. Recompute then chooses between the value and the answer.
+    Equal to the last bit, NaN included.
     """
     fixed = fixed_readers(tg)
     nodes = [
         node
         for node in tg.nodes()
-        if node.target is aten.threshold_backward.default
+        if (value := _compared(node)) is not None
         and tg.phase(node) != "forward"
         and node not in fixed
-        and _passes_by(tg, node.args[1])
+        and _passes_by(tg, value)
     ]
     if not nodes:
         return tg
     edit = GraphEdit(tg)
     for old in nodes:
         node = edit.mapping[old]
-        gradient, value, threshold = node.args
-        assert isinstance(value, fx.Node)
-        with edit.graph.inserting_after(value):
-            below = edit.emit(aten.le.Scalar, (value, threshold), fact=edit.facts[value])
-        with edit.graph.inserting_before(node):
-            passed = edit.emit(
-                aten.where.ScalarSelf, (below, 0.0, gradient), fact=edit.facts[node], origin=node
-            )
-        if same_strides(passed.meta["val"], node.meta["val"]):
-            edit.replace(node, passed)
+        value = _compared(node)
+        assert value is not None
+        if node.target is aten.threshold_backward.default:
+            _select(edit, node, value)
         else:
-            edit.erase(passed)
-            edit.erase(below)
+            with edit.graph.inserting_after(value):
+                edit.replace(node, _answer(edit, value, node.target, node.args[1]))
     return edit.finish()
+
+
+def _compared(node: fx.Node) -> fx.Node | None:
+    """The value that a node only compares with a number."""
+    if node.target is aten.threshold_backward.default:
+        value = node.args[1]
+    else:
+        value = node.args[0] if node.target in _COMPARISONS else None
+    return value if isinstance(value, fx.Node) else None
+
+
+def _answer(edit: GraphEdit, value: fx.Node, target: Any, number: Any) -> fx.Node:
+    """A comparison, where the value is made."""
+    fact = edit.facts[value]
+    return edit.emit(target, (value, number), fact=fact)
+
+
+def _select(edit: GraphEdit, node: fx.Node, value: fx.Node) -> None:
+    """ReLU's backward in two: the comparison, and what it selects as it lay before."""
+    with edit.graph.inserting_after(value):
+        below = _answer(edit, value, aten.le.Scalar, node.args[2])
+    with edit.graph.inserting_before(node):
+        args = (below, 0.0, node.args[0])
+        passed = edit.emit(aten.where.ScalarSelf, args, fact=edit.facts[node], origin=node)
+    if same_strides(passed.meta["val"], node.meta["val"]):
+        edit.replace(node, passed)
+    else:
+        edit.erase(passed)
+        edit.erase(below)
 
 
 def _passes_by(tg: TrainingGraph, value: Any) -> bool:

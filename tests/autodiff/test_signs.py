@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._decomp import get_decompositions
 from training_graphs import training_graph
 
 from autodiff.recompute import plan_recompute
@@ -36,10 +38,14 @@ def inputs() -> Tensor:
     return x
 
 
+WHOLE, IN_TWO = None, get_decompositions([torch.ops.aten.threshold_backward])
+
+
+@pytest.mark.parametrize("table", [WHOLE, IN_TWO], ids=["whole", "decomposed"])
 @pytest.mark.parametrize("name", PASSING)
-def test_the_answer_is_kept(name: str) -> None:
+def test_the_answer_is_kept(name: str, table: Any) -> None:
     x = inputs()
-    tg = training_graph(PASSING[name], [x], [0])
+    tg = training_graph(PASSING[name], [x], [0], table=table)
     smaller = save_less_of_signs(tg)
     assert smaller is not tg
     verify(smaller)

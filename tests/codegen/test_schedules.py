@@ -228,6 +228,13 @@ KEPT: dict[str, tuple[int, Any]] = {
     "an element of it": (
         20000, lambda x: F.log_softmax(x, -1).gather(1, torch.full((x.shape[0], 1), 19999))
     ),
+    # what is computed at the one column must not stand in for what is computed along them all
+    "an element, then the row": (
+        20000,
+        lambda x: (lambda y: y + y.gather(1, torch.full((x.shape[0], 1), 19999)))(
+            F.log_softmax(x, -1)
+        ),
+    ),
     "values of rows": (
         20000,
         lambda x: (x.amax(-1), x.amin(-1), (x - x.amin(-1, keepdim=True)).exp().sum(-1)),

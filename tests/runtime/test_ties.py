@@ -55,6 +55,22 @@ def test_either_answer_of_a_near_comparison_passes(place: tuple[int, int], passe
         assert verdict(masked, args, [passed, passed.sum(0)]) is not None
 
 
+def test_an_answer_that_is_a_result() -> None:
+    """A forward that keeps a comparison for the backward returns it, beside what it decides."""
+
+    def fn(x: Tensor, w: Tensor, b: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
+        below = torch.relu(x * w + b) <= 0
+        return below, torch.where(below, 0.0, g)
+
+    torch.manual_seed(0)
+    args = arguments()
+    below, passed = fn(*args)
+    assert verdict(fn, args, [below, passed]) is None
+    below[NEAR] = True
+    assert verdict(fn, args, [below, passed]) is None
+    assert verdict(fn, args, [~below, passed]) is not None
+
+
 def test_only_rounded_values_tie() -> None:
     """What compares inputs, or constants, has one right answer."""
 

@@ -132,8 +132,11 @@ def slack(
     moved = [evaluate(skipped, environment) for environment in given]
     found_room: list[Tensor | None] = []
     for result, up, down in zip(results, *moved, strict=True):
+        if not result.is_floating_point():  # answers themselves: a share of them may differ
+            found_room.append(None)
+            continue
         sides = [(side.to(result.device) - result).abs() for side in (up, down)]
-        found_room.append(sides[0] + sides[1] if result.is_floating_point() else None)
+        found_room.append(sides[0] + sides[1])
     return found_room
 
 

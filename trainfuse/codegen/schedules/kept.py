@@ -91,7 +91,7 @@ def build(group: Group, choice: Choice) -> Module:
     builder.note("row", long(group, "tl.program_id(0)"))
     for name, text in column_definitions(group, col, 1):
         builder.note(name, text)
-    builder.bind("row", "col")
+    builder.bind("row")
     whole = rows(group)
     for node in whole:
         _keep(builder, node, _segments_kept(len(whole)))
@@ -148,11 +148,13 @@ def _pass(builder: Builder, col: TileAxis, number: int, step: Pass) -> None:
         for index, segment in enumerate(col.segments):
             builder.tile["col"] = replace(col, segments=(segment,))
             builder.suffix = f"_r{number}s{index}"  # the pass, the segment
+            builder.push("col")
             for acc in step.accs:
                 reductions.accumulate(builder, acc, str(index + 1))
             for node in step.wide:
                 builder.store(node)
-            builder.forget("col")
+            body = builder.pop()
+            builder.body.extend(body)
         builder.suffix = ""
         for acc in step.accs:
             reductions.settle(builder, acc.red, reductions.finish(builder, acc), ROW)
