@@ -13,6 +13,7 @@ class Choice:
     warps: warps a program. rows: rows of a tile, or rows a step. block: columns of a tile or of a
     chunk, or elements a program. per_sm: programs a multiprocessor, where programs persist. held:
     whether a row stays in registers; with a block, as it is read.
+    ahead: whether a loop loads the rows of its next step before it computes this one's.
     """
 
     warps: int | None = None
@@ -20,6 +21,7 @@ class Choice:
     block: int | None = None
     per_sm: int | None = None
     held: bool | None = None
+    ahead: bool | None = None
 
     def __str__(self) -> str:
         knobs = ((name, getattr(self, name)) for name in self.__slots__)

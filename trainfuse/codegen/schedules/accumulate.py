@@ -14,6 +14,7 @@ from trainfuse.codegen import reductions
 from trainfuse.codegen.builder import Builder, Group
 from trainfuse.codegen.ir import ArgRef, Barrier, Kernel, Load, Loop, Module, Store, Workspace
 from trainfuse.codegen.reductions import Accumulator, Reduction
+from trainfuse.codegen.schedules.ahead import ahead
 from trainfuse.codegen.schedules.common import (
     constants,
     describe,
@@ -39,7 +40,8 @@ class Plan:
     """How rows are divided.
 
     programs: how many share the rows. block: rows a step. name, doc: of the main kernel.
-    grid_cols: programs along the columns. walked: one row at a time, read segment by segment, anew
+    grid_cols: programs along the columns. ahead: whether a step's rows are loaded during the one
+    before. walked: one row at a time, read segment by segment, anew
     for each level of its reductions: only accumulators are held.
     """
 
@@ -49,6 +51,7 @@ class Plan:
     doc: str
     warps: int
     grid_cols: int = 1
+    ahead: bool = False
     walked: bool = False
 
 
@@ -111,7 +114,9 @@ def row_loop(
         reductions.accumulate(builder, acc, f"start // {step} + 1")
     body = builder.pop()
     first = "tl.program_id(0)" if plan.block == 1 else f"tl.program_id(0) * {plan.block}"
-    builder.body.append(Loop("start", first, "ROWS", str(step), body))
+    loop = Loop("start", first, "ROWS", str(step), body)
+    rows = first if row.position is None else f"{first} + {lanes(row, builder.rank)}"
+    builder.body.extend(ahead(loop, long(group, rows)) if plan.ahead else (loop,))
 
 
 def walked_loop(

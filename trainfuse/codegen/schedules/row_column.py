@@ -36,13 +36,15 @@ BASE_REGISTERS, TILE_SHARE = 20, 0.7
 
 
 LIKELY = (
-    Choice(warps=4, rows=1, per_sm=4),
+    Choice(warps=4, rows=1, per_sm=2),
     Choice(warps=8, rows=1, per_sm=2),
-    Choice(warps=16, rows=1, per_sm=2),
-    Choice(warps=8, rows=2, per_sm=1),
+    Choice(warps=4, rows=1, per_sm=2, ahead=True),
+    Choice(warps=4, rows=2, per_sm=3, ahead=True),
+    Choice(warps=16, rows=2, per_sm=1, ahead=True),
 )
 OTHERS = (
     *products(warps=(2, 4, 8, 16), rows=(1, 2, 4), per_sm=(1, 2, 4, 8)),
+    *products(warps=(2, 4, 8, 16), rows=(1, 2), per_sm=(1, 2, 4), ahead=(True,)),
     *products(warps=(8, 16), block=(1024, 2048, 4096), held=(False,)),
 )
 
@@ -66,6 +68,9 @@ def build(group: Group, target: Target, options: CodegenOptions, choice: Choice)
     budget = 8192 if target.interpreted else ELEMENTS_A_STEP
     rows = max(least, min(floor_power(max(1, budget // held)), power_of_two(total)))
     rows = choice.rows * least if choice.rows else rows
+    kept = live + (len(group.inputs) / 2 if choice.ahead else 0)  # as they lie in memory
+    if choice.rows and registers(rows * held, kept, warps) > register_limit(target, warps):
+        raise Unsupported(group.nodes[-1], "its rows are too long for so few threads to hold")
     resident = int(FILE / (32 * warps * registers(least * held, live, warps)))
     per_sm = choice.per_sm or max(1, min(resident, MOST_PER_SM))
     programs = min(per_sm * target.num_sms, divide_up(total, rows), accumulate.MAX_PROGRAMS)
@@ -78,7 +83,8 @@ def build(group: Group, target: Target, options: CodegenOptions, choice: Choice)
     ]
     prologue = column_definitions(group, tile[1], rank)
     doc = f"Rows and their columns: {describe(group, needed(group))}."
-    plan = accumulate.Plan(programs, rows, "row_column_kernel", doc, warps)
+    ahead = bool(choice.ahead) and programs * rows < total
+    plan = accumulate.Plan(programs, rows, "row_column_kernel", doc, warps, ahead=ahead)
     return accumulate.build(group, target, tile, plan, prologue)
 
 
@@ -113,7 +119,7 @@ def walked(group: Group, target: Target, choice: Choice) -> Module:
     warps = choice.warps or MAX_WARPS
     block = min(choice.block or ELEMENTS_A_SEGMENT * 32 * warps, power_of_two(width))
     sums = sum(bool(reduced & frozenset(domain.rows)) for reduced in domain.reduced.values())
-    if WALKED_REGISTERS + sums * width / (32 * warps) > FILE // (32 * warps):
+    if WALKED_REGISTERS + sums * width / (32 * warps) > register_limit(target, warps):
         raise Unsupported(group.nodes[-1], "its columns are too many to accumulate in registers")
     count = divide_up(width, block)
     segments = tuple(
@@ -148,6 +154,6 @@ def num_warps(held: int, live: int) -> int:
     return warps
 
 
-def registers(held: int, live: int, warps: int) -> float:
+def registers(held: int, live: float, warps: int) -> float:
     """Registers a thread: a fit to what Triton's compiler took for norm backwards."""
     return BASE_REGISTERS + TILE_SHARE * live * held / (32 * warps)
