@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from autodiff.derive import cleanup, decompose
@@ -13,7 +14,7 @@ from tests.autodiff.training_graphs import training_graph
 from tests.fusion.helpers import check, forward_graph, supports
 from trainfuse.fusion.grouping import plan_fusion
 
-randn = torch.randn
+randn, randint = torch.randn, torch.randint
 
 # (function, its inputs, whether the one operation is a kernel of ours)
 CASES: dict[str, tuple[Callable[..., Tensor], Callable[[], list[Tensor]], bool]] = {
@@ -33,6 +34,14 @@ CASES: dict[str, tuple[Callable[..., Tensor], Callable[[], list[Tensor]], bool]]
     "sum over both ends": (lambda x: x.sum((0, 2)), lambda: [randn(8, 16, 96)], False),
     "sum over a permuted row": (lambda x: x.t().sum(-1), lambda: [randn(64, 96)], True),
     "sum of all": (lambda x: x.sum(), lambda: [randn(64, 96)], False),
+    "rows of a table": (F.embedding, lambda: [randint(50, (9, 7)), randn(50, 96)], True),
+    "selected rows": (lambda i, x: x[i], lambda: [randint(50, (30,)), randn(50, 96)], True),
+    "selected columns": (lambda i, x: x[:, i], lambda: [randint(50, (30,)), randn(96, 50)], False),
+    "selected elements": (
+        lambda i, x: x[i, i],
+        lambda: [randint(50, (3000,)), randn(50, 50)],
+        False,
+    ),
     "largest of rows": (lambda x: x.amax(0), lambda: [randn(64, 96)], True),
 }
 

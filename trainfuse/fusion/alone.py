@@ -1,8 +1,9 @@
 """Operations that are worth a kernel of their own: those for which ATen's is far from the roof.
 
-One operation is one kernel in ATen, too, and mostly as fast as memory is. Two kinds are not:
+One operation is one kernel in ATen, too, and mostly as fast as memory is. Three kinds are not:
 elementwise ones whose operands lie otherwise than the result (a row added to a matrix, a permuted
-copy; on an H200 40% of the copy's speed), and sums over leading dims (6 to 76%).
+copy; on an H200 40% of the copy's speed), sums over leading dims (6 to 76%), and selections of rows
+(87%; half of that where a row is no multiple of 16 bytes).
 """
 
 from __future__ import annotations
@@ -12,12 +13,14 @@ from torch import fx
 
 from autodiff import ops
 from trainfuse.fusion.arguments import argument
+from trainfuse.fusion.indirect import Lookup, parse
 
 MIN_ELEMENTS = 1 << 10
 """Fewer are a launch, whoever makes it."""
 _SUMS = frozenset(
     {"aten.sum.dim_IntList", "aten.mean.dim", "aten.amax.default", "aten.amin.default"}
 )
+_ROWS = frozenset({"aten.embedding.default", "aten.index_select.default", "aten.index.Tensor"})
 
 
 def outruns_aten(node: fx.Node) -> bool:
@@ -35,6 +38,9 @@ def outruns_aten(node: fx.Node) -> bool:
         return False
     if ops.op_name(node.target) in _SUMS:
         return result.numel() > 1 and not _sums_neighbours(node, operands[0])
+    if ops.op_name(node.target) in _ROWS:
+        found = parse(node)
+        return isinstance(found, Lookup) and found.walk[-1] is not None
     return ops.lookup(node.target).kind == "pointwise" and any(
         value.dim() > 0 and value.numel() > 1 and not _lies_like(value, result)
         for value in operands
