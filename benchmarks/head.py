@@ -29,7 +29,8 @@ from benchmarks.environment import describe, results_name
 from benchmarks.report import RESULTS
 from benchmarks.steps import reserved, synchronize, timed
 
-CONTENDERS = ("eager", "compile", "trainfuse", "trainfuse, no chunks")
+CHUNK_MEMORY = {"trainfuse, no chunks": 0, "trainfuse, chunks of 256 MiB": 256 << 20}
+CONTENDERS = ("eager", "compile", "trainfuse", *CHUNK_MEMORY)
 IGNORED = -100
 
 
@@ -77,8 +78,8 @@ def step_of(name: str, model: Head, rate: float) -> Callable[[Tensor], Tensor]:
         return loss
 
     if name.startswith("trainfuse"):
-        whole = {"chunk_memory": 0} if "no chunks" in name else {}
-        return trainfuse.compile(step, options=whole)
+        chosen = {"chunk_memory": CHUNK_MEMORY[name]} if name in CHUNK_MEMORY else {}
+        return trainfuse.compile(step, options=chosen)
     return step
 
 
@@ -192,7 +193,7 @@ def main(arguments: list[str] | None = None) -> None:
     for row in rows:
         share = row["peak_gib"] / reference["peak_gib"] if row["peak_gib"] else float("nan")
         print(
-            f"{row['contender']:22s} {row['ms']:9.3f} ms ({row['ms'] / reference['ms']:.3f})  "
+            f"{row['contender']:28s} {row['ms']:9.3f} ms ({row['ms'] / reference['ms']:.3f})  "
             f"{row['peak_gib']} GiB ({share:.2f})  error {row['weight_gradient_error']:.2e}"
         )
     if options.cpu:

@@ -253,8 +253,8 @@ class Settings:
     rng: str = _switch("fast", _choice("fast", "eager"), "dropout stays ATen, with eager's masks")
     memory_budget: float | int | None = _switch(None, _BUDGET, "recomputes more in the backward")
     chunk_memory: int = _switch(
-        256 << 20, _integer(0), "logits larger than this are made in chunks of rows; 0: never",
-        off=0, on=256 << 20,
+        512 << 20, _integer(0), "logits larger than this are made in chunks of rows; 0: never",
+        off=0, on=512 << 20,
     )  # fmt: skip
     max_plans: int = _switch(8, _integer(1), "another number of plans is kept", code=False)
     keep_gradients: bool = _switch(False, BOOL, "one buffer a parameter stays allocated")
