@@ -72,14 +72,14 @@ def build(group: Group, target: Target, options: CodegenOptions, choice: Choice)
     """Rows held in registers, kept as they are read, or walked in chunks when they are too long."""
     domain = group.domain
     held = sum(block for _, block in cover(domain.extent(domain.cols)))
+    if choice.held and choice.block and kept.why_not(group, choice.warps or kept.WARPS) is None:
+        return kept.build(group, choice)
     strip, live = narrowest(group), live_tiles(group)
     fits = strip * held <= options.max_row_in_registers * (2 if strip > 1 else 1)
     fits = fits and strip * held * live / (32 * MAX_WARPS) <= TILE_REGISTERS
     wide = strip * (choice.rows or 1) if strip > 1 else 1
     if choice.held and wide * held * live / (32 * (choice.warps or MAX_WARPS)) > SPILLING:
         raise Unsupported(group.nodes[-1], "its rows are too long for so few threads to hold")
-    if choice.held and choice.block and kept.why_not(group, choice.warps or kept.WARPS) is None:
-        return kept.build(group, choice)
     if fits if choice.held is None else choice.held:
         return in_registers(group, target, choice)
     if choice.held is None and kept.why_not(group, kept.WARPS) is None and kept.pays(group):
