@@ -14,7 +14,7 @@ from trainfuse.codegen import reductions
 from trainfuse.codegen.builder import Builder, Group
 from trainfuse.codegen.ir import ArgRef, Barrier, Kernel, Load, Loop, Module, Store, Workspace
 from trainfuse.codegen.reductions import Accumulator, Reduction
-from trainfuse.codegen.schedules.ahead import ahead
+from trainfuse.codegen.schedules.ahead import Walk, ahead
 from trainfuse.codegen.schedules.common import (
     constants,
     describe,
@@ -116,7 +116,8 @@ def row_loop(
     first = "tl.program_id(0)" if plan.block == 1 else f"tl.program_id(0) * {plan.block}"
     loop = Loop("start", first, "ROWS", str(step), body)
     rows = first if row.position is None else f"{first} + {lanes(row, builder.rank)}"
-    builder.body.extend(ahead(loop, long(group, rows)) if plan.ahead else (loop,))
+    walk = Walk("row", long(group, rows), str(step), "{} < ROWS")
+    builder.body.extend(ahead(loop, walk) if plan.ahead else (loop,))
 
 
 def walked_loop(

@@ -11,6 +11,7 @@ from trainfuse.codegen.builder import Builder, Group
 from trainfuse.codegen.choices import Choice, products
 from trainfuse.codegen.ir import Barrier, Loop, Module
 from trainfuse.codegen.schedules import kept, online, passes
+from trainfuse.codegen.schedules.ahead import Walk, ahead
 from trainfuse.codegen.schedules.common import (
     aligned,
     column_definitions,
@@ -58,6 +59,7 @@ LIKELY = (
     Choice(warps=4, rows=2, held=True),
     Choice(warps=8, block=kept.ELEMENTS * 32 * 8, held=True),
     Choice(held=False),
+    Choice(held=False, ahead=False),
     Choice(warps=4, block=4096, held=False),
     Choice(warps=16, block=8192, held=False),
     Choice(warps=32, block=8192, held=False),
@@ -241,7 +243,7 @@ def chunked(group: Group, target: Target, options: CodegenOptions, choice: Choic
         if step.picks:
             builder.body.append(Barrier("every warp has its element: it may be written over"))
         if step.walks:
-            walk(builder, step, back)
+            walk(builder, step, back, early=choice.ahead is not False)
             back = not back
         for acc in step.accs:
             reductions.settle(builder, acc.red, reductions.finish(builder, acc), ROW)
@@ -255,10 +257,11 @@ def chunked(group: Group, target: Target, options: CodegenOptions, choice: Choic
     return Module((launch,), in_place=passes.overwritable(group, plan))
 
 
-def walk(builder: Builder, step: Pass, back: bool) -> None:
+def walk(builder: Builder, step: Pass, back: bool, *, early: bool) -> None:
     """One pass over the chunks: accumulate, and store what is ready.
 
     back: from the last chunk to the first: what the pass before read last is still in the cache.
+    early: a chunk is loaded while the one before it is computed.
     """
     for acc in step.accs:
         reductions.start(builder, acc)
@@ -267,6 +270,7 @@ def walk(builder: Builder, step: Pass, back: bool) -> None:
     segment = builder.segment("col", 0)
     width = segment.width
     builder.push("col")
+    last = 0
     if back:
         last = (builder.tile["col"].size - 1) // width * width
         builder.note("start", f"{last} - done", "backwards: the last chunks are in the cache")
@@ -282,5 +286,8 @@ def walk(builder: Builder, step: Pass, back: bool) -> None:
         online.accumulate(builder, pair)
     for node in step.wide:
         builder.store(node)
-    body = builder.pop()
-    builder.body.append(Loop("done" if back else "start", "0", "COLS", str(width), body))
+    loop = Loop("done" if back else "start", "0", "COLS", str(width), builder.pop())
+    first = long(builder.group, f"{last} + {text}" if last else text)
+    inside = "({0} >= 0) & ({0} < COLS)" if back else "{0} < COLS"
+    way = Walk("col", first, str(-width if back else width), inside)
+    builder.body.extend(ahead(loop, way) if early else (loop,))
