@@ -78,6 +78,29 @@ def test_replay_follows_its_inputs_and_kept_outputs_stay(cache: KernelCache) -> 
     assert (plan.stats.captures, plan.stats.replays) == (1, 4)
 
 
+def test_replayed_outputs_keep_the_programs_strides_and_sharing() -> None:
+    """Expanded, with gaps, transposed, and two views of one value, which share a write."""
+
+    def step(x: Tensor) -> tuple[Tensor, ...]:
+        y = x.sin()
+        return y[:, :2], y[1], y.sum().expand(3), x.cos().t(), x.exp()[:, 0], y.view(torch.int32)
+
+    x = rand(4, 6)
+    plan = Plan(trace(step, [x]), None, {}, {}, RuntimeOptions("eager"), cuda_graph="require")
+    kept = []
+    for _ in range(4):
+        x = rand(4, 6)
+        made = plan([x])
+        torch.testing.assert_close(made, list(step(x)), rtol=0, atol=0, check_stride=True)
+        assert made[0].data_ptr() + 24 == made[1].data_ptr()
+        kept.append((made, [m.clone() for m in made]))
+    assert plan.cuda_graph.used
+    for made, then in kept:
+        torch.testing.assert_close(made, then, rtol=0, atol=0)
+        made[0][1, 1] = 7.0
+        assert made[1][1] == 7.0
+
+
 def test_a_mutated_input_of_the_user_is_written_back(cache: KernelCache) -> None:
     _, parts = fused(mutates=(1,))
     plan = Plan(*parts, triton(cache), cuda_graph="require")

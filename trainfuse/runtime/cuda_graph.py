@@ -14,7 +14,7 @@ from torch import Tensor, fx
 from autodiff import ops
 from autodiff.graph import TrainingGraph
 from trainfuse.capture import compat
-from trainfuse.runtime.layout import copy_to, dense
+from trainfuse.runtime.layout import Copies, copy_to, dense
 
 _SYNCHRONISING = frozenset(
     {
@@ -195,9 +195,9 @@ class Replay:
 
     static: which inputs are read where they are; the others are copied into buffers on the GPU
     before each replay, and back where the program mutates them. uploads: inputs that come from the
-    host, and whether their copy may be asynchronous. Outputs are clones: nothing a caller holds
-    changes at the next replay. A failed capture raises whatever CUDA or the program raised, with
-    the random state put back.
+    host, and whether their copy may be asynchronous. Outputs are copies, laid out as the program's
+    are: nothing a caller holds changes at the next replay. A failed capture raises whatever CUDA or
+    the program raised, with the random state put back.
     """
 
     def __init__(
@@ -231,7 +231,8 @@ class Replay:
                 stream=stream,
                 capture_error_mode="thread_local",
             ):
-                self._outputs = program(list(inputs))
+                outputs = program(list(inputs))
+        self._results = Copies(outputs)
         self._epoch = _epoch[0]
         self._device = stream.device.index
         _users[self._device].add(self)
@@ -250,11 +251,11 @@ class Replay:
         self._graph.replay()
         for i in self._returned:
             args[i].copy_(self._buffers[i])
-        return [o.clone() if isinstance(o, Tensor) else o for o in self._outputs]
+        return self._results()
 
     def close(self) -> None:
         """Give the graph's memory back to the pool."""
-        self._outputs = []
+        self._results = Copies(())
         _users[self._device].discard(self)
         self._graph.reset()
 
