@@ -47,6 +47,18 @@ def test_a_seed_is_one_program():
     assert len({render(generate(seed).program) for seed in range(8)}) == 8
 
 
+def test_a_process_for_the_gpu_stays_native(monkeypatch):
+    """Programs are tried on the CPU, where nothing of ours runs: kernels stay compiled ones.
+
+    With the variable set behind Triton's back, half of Inductor's functions are interpreted.
+    """
+    monkeypatch.delenv("TRITON_INTERPRET")
+    program = generate(6, "cuda").program
+    assert "TRITON_INTERPRET" not in os.environ
+    assert "TRITON_INTERPRET" not in render(program, "cuda")
+    assert "TRITON_INTERPRET" in render(program)
+
+
 def test_most_attempts_are_of_use():
     """A generator that drops nearly everything tests what is left."""
     made = [generate(seed) for seed in range(60)]

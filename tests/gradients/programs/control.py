@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from autodiff.compare import GradientReport
-from tests.gradients.programs.render import draws_eagerly, render
+from tests.gradients.programs.render import definitions, draws_eagerly
 from tests.gradients.programs.tree import Program
 from trainfuse.testing import double_precision, fused_masks
 from trainfuse.testing.functions import Run, compare_runs, differentiate, fresh
@@ -117,7 +117,7 @@ class Reference:
         self.rng = "eager" if draws_eagerly(program) else "fast"
         self.k = 3.0 if program.has_half else 2.0
         self.names: dict[str, Any] = {"__name__": "program"}
-        exec(compile(render(program), f"<program {program.seed}>", "exec"), self.names)
+        exec(compile(definitions(program), f"<program {program.seed}>", "exec"), self.names)
         self.eager = self._run()
         self.fp64 = self._run(torch.float64)
 

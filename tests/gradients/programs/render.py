@@ -6,29 +6,32 @@ from collections.abc import Iterable
 
 from tests.gradients.programs.tree import Block, Leaf, Line, Program, Statement
 
-_HEADER = '''\
+_ALONE = '''\
 """Random training program {seed}: {compile}.
 
-Runs alone: python -m pytest THIS_FILE. Without a GPU, kernels run in Triton's interpreter.
+Runs alone: python -m pytest THIS_FILE.{where}
 """
-
+{setting}
+'''
+_INTERPRETED = """
 import os
 
+os.environ["TRITON_INTERPRET"] = "1"
+"""
+
+_HEADER = """\
 import torch
 from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-DEVICE = "{device}"
-if DEVICE == "cpu":
-    os.environ["TRITON_INTERPRET"] = "1"
-
 import trainfuse
 from trainfuse.testing import Training, assert_gradients_match, gradient_report, rounded_bf16
 
+DEVICE = "{device}"
 COMPILED = []
 
-'''
+"""
 
 _COMPILE = """
 def compiled({what}):
@@ -62,9 +65,19 @@ def leaf_text(leaf: Leaf) -> str:
 
 def render(program: Program, device: str = "cpu") -> str:
     """The text of the test file. device: "cpu" (the interpreter) or "cuda"."""
-    header = _HEADER.format(
-        seed=program.seed, compile=describe(program), device=device
-    )  # fmt: skip
+    interpreted = device == "cpu"
+    alone = _ALONE.format(
+        seed=program.seed,
+        compile=describe(program),
+        where=" Kernels run in Triton's interpreter." if interpreted else "",
+        setting=_INTERPRETED if interpreted else "",
+    )
+    return alone + definitions(program, device)
+
+
+def definitions(program: Program, device: str = "cpu") -> str:
+    """What the file defines, without the choice of the interpreter: that is the whole process's."""
+    header = _HEADER.format(device=device)
     if program.compile.capture == "function":
         return header + _function(program) + _compile_text(program)
     return header + _model(program) + _make(program) + _compile_text(program)
