@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.gradients.op_db import runs as runs_module
 from tests.gradients.op_db import suite
 from tests.gradients.op_db.calls import Call, joined, of_sample, scattered
 from tests.gradients.op_db.checks import problems
@@ -104,6 +105,29 @@ def test_random_operators_give_the_reference_eager_s_numbers():
     eager, exact = references(call)
     torch.testing.assert_close(eager.outputs[0].double(), exact.outputs[0])
     assert problems(changed(eager, outputs=(eager.outputs[0] + 0.1,)), eager, exact)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_operator_without_fp64_gives_the_reference_eager_s_results(dtype, monkeypatch):
+    """In either way of calling it; what surrounds it is in fp64. A result of ours may not err."""
+    library = torch.ops.aten._softmax
+    monkeypatch.setattr(runs_module, "NO_FP64", frozenset({library}))
+    x = torch.randn(5, 8).to(dtype).requires_grad_()
+
+    def function(x: Tensor) -> Any:
+        first = library(x, 1, False)
+        return first, library.default(x, 1, False), first.sin()
+
+    eager, exact = references(call_of(function, x))
+    for i in range(2):
+        assert exact.outputs[i].dtype is torch.float64
+        assert exact.outputs[i].equal(eager.outputs[i].double())
+    assert not exact.outputs[2].equal(eager.outputs[2].double())
+    assert exact.outputs[2].equal(eager.outputs[0].double().sin())
+    assert not problems(eager, eager, exact)
+    off = eager.outputs[0] * (1 + 4 * torch.finfo(dtype).eps)
+    wrong = replace(eager, outputs=(off, *eager.outputs[1:]))
+    assert problems(wrong, eager, exact)
 
 
 def test_scattered_leaves_have_gaps_and_equal_elements():

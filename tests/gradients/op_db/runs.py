@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
 
 from tests.gradients.op_db.calls import Call, unseeded
 from tests.gradients.op_db.draws import Draws
@@ -198,16 +200,57 @@ def train(step: Function, leaves: Sequence[Tensor], weights: Sequence[Tensor]) -
     )
 
 
-@contextlib.contextmanager
-def world(double: bool = False, draws: Draws | None = None, replay: bool = False) -> Iterator[None]:
-    """Where a reference runs: with the compiled program's dropout masks, in fp64 if asked.
+NO_FP64 = frozenset(
+    {torch.ops.aten._flash_attention_forward, torch.ops.aten._efficient_attention_forward}
+)
+"""Operators of which a GPU has no kernel for fp64. No kernel of ours takes their place either: what
+we give is to be what eager gives."""
 
-    draws: what random operators give is recorded there, or taken from there.
+
+class _InTheirType(TorchFunctionMode):
+    """Operators without fp64 run in the type that eager runs them in, amid a run in fp64.
+
+    Operands that are as eager's give eager's results, whose error then counts as none.
+    """
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.dtype = dtype
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        if getattr(func, "overloadpacket", func) not in NO_FP64:
+            return func(*args, **(kwargs or {}))
+
+        def narrow(value: Tensor) -> Tensor:
+            return value.to(self.dtype) if value.dtype is torch.float64 else value
+
+        def wide(value: Tensor) -> Tensor:
+            return value.double() if value.is_floating_point() else value
+
+        args, kwargs = pytree.tree_map_only(Tensor, narrow, (tuple(args), kwargs or {}))
+        return pytree.tree_map_only(Tensor, wide, func(*args, **kwargs))
+
+
+@contextlib.contextmanager
+def world(
+    double: torch.dtype | None = None, draws: Draws | None = None, replay: bool = False
+) -> Iterator[None]:
+    """Where a reference runs: with the compiled program's dropout masks.
+
+    double: in fp64, instead of that type. draws: what random operators give is recorded there, or
+    taken from there.
     """
     with contextlib.ExitStack() as stack:
         stack.enter_context(unseeded())
         stack.enter_context(fused_masks())
-        if double:
+        if double is not None:
+            stack.enter_context(_InTheirType(double))  # the outer one: no cast of its own is lifted
             stack.enter_context(double_precision())
         if draws is not None:
             stack.enter_context(draws.replayed() if replay else draws.recorded())
@@ -231,12 +274,18 @@ def _both(call: Call, run: Callable[[Sequence[Tensor], bool], Outcome]) -> tuple
     own, again, wide = call.fresh(), call.fresh(), call.fresh(torch.float64)
     with world(draws=draws):
         eager = run(own, False)
-    with world(double=True, draws=draws, replay=True):
+    with world(double=_type_of(own), draws=draws, replay=True):
         exact = run(wide, True)
     if not draws.given:
         with world():
             eager = replace(run(again, False), traced=eager)
     return eager, exact
+
+
+def _type_of(leaves: Sequence[Tensor]) -> torch.dtype:
+    """The leaves' floating type."""
+    floating = (leaf.dtype.to_real() for leaf in leaves if leaf.requires_grad)
+    return next(floating, torch.float32)
 
 
 def spread(function: Function) -> Function:
