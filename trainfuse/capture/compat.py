@@ -11,12 +11,10 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, fx
-from torch._decomp import decompositions
 from torch._dynamo import guards
 from torch._dynamo.backends.common import aot_autograd as _aot_autograd
 from torch._dynamo.side_effects import SideEffects
 from torch._dynamo.variables import builder, constant, misc
-from torch._functorch._aot_autograd import graph_compile
 from torch._functorch.autograd_function import AutogradFunctionApply, autograd_function_apply
 from torch._inductor.decomposition import select_decomp_table
 from torch._subclasses.fake_tensor import unset_fake_temporarily
@@ -25,8 +23,8 @@ from torch.nn.modules import module as module_hooks
 from torch.optim import optimizer as optimizer_module
 
 from autodiff.graph import Refusal
-from autodiff.upsampling import upsample_linear
 from trainfuse.capture import functions
+from trainfuse.capture.compat_aot import traced_as_eager
 
 # -- optimizers ---------------------------------------------------------------------------------
 
@@ -380,7 +378,7 @@ def aot(
         extra["partition_fn"] = partition
     # our own recompute pass takes checkpointed stretches, dropout included; torch's refuses that
     plain = torch._functorch.config.patch(remat_using_tags_for_fwd_loss_bwd_graph=False)
-    with torch.fx.traceback.preserve_node_meta(), plain, _nothing_donated(), _weighted_upsampling():
+    with torch.fx.traceback.preserve_node_meta(), plain, traced_as_eager():
         return _aot_autograd(
             fw_compiler=forward,
             inference_compiler=inference,
@@ -412,39 +410,6 @@ def reusable_backwards() -> contextlib.AbstractContextManager[Any]:
     Without it AOTAutograd lets them overwrite it, and `retain_graph=True` raises.
     """
     return torch._functorch.config.patch(donated_buffer=False)
-
-
-@contextlib.contextmanager
-def _weighted_upsampling() -> Iterator[None]:
-    """Linear interpolation within is decomposed by our formula.
-
-    A table wouldn't do: bilinear2d is taken to pieces by its own Autograd kernel in Python.
-    """
-    stock = decompositions._upsample_linear
-
-    def chosen(x: Tensor, *args: Any) -> Tensor:
-        return upsample_linear(x, *args) if x.is_floating_point() else stock(x, *args)
-
-    decompositions._upsample_linear = chosen
-    try:
-        yield
-    finally:
-        decompositions._upsample_linear = stock
-
-
-@contextlib.contextmanager
-def _nothing_donated() -> Iterator[None]:
-    """Let no backward overwrite what it was saved.
-
-    AOTAutograd refuses retain_graph for one that may, unless its first run was with retain_graph;
-    switching the donation off by its flag makes it refuse always.
-    """
-    stock = graph_compile.collect_bw_donated_buffer_idxs
-    graph_compile.collect_bw_donated_buffer_idxs = lambda *_: []
-    try:
-        yield
-    finally:
-        graph_compile.collect_bw_donated_buffer_idxs = stock
 
 
 def boxed(fn: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:

@@ -126,6 +126,16 @@ def share_memory(low: Tensor, high: Tensor) -> bool:
     return bool(marks.as_strided(high.shape, high.stride(), distance // size).any())
 
 
+def may_overlap_itself(tensor: Tensor) -> bool:
+    """Whether two elements of a tensor may be at one place, as those of sliding windows are."""
+    reach = 0
+    for step, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1 and step <= reach:
+            return True
+        reach += (size - 1) * step
+    return False
+
+
 def _has_memory(value: Any) -> bool:
     return isinstance(value, Tensor) and value.layout == torch.strided and value.numel() > 0
 

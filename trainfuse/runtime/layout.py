@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from trainfuse.capture.overlap import may_overlap_itself
+
 _WIDEST_BYTES = 16  # of an element, complex128
 _MOST_GAPS = 2
 """How many times the elements asked for one copy of a span may take, rather than several."""
@@ -177,16 +179,6 @@ def _span_of(group: Sequence[int], values: Sequence[Any]) -> _Span:
         for i, value in zip(group, mine, strict=True)
     )
     asked = sum(view.source.numel() for view in views)
-    overlapping = any(_may_overlap(view.source) for view in views)
+    overlapping = any(may_overlap_itself(view.source) for view in views)
     at_once = mixed or overlapping or flat.numel() <= _MOST_GAPS * asked
     return _Span(flat, at_once, views)
-
-
-def _may_overlap(value: Tensor) -> bool:
-    """Whether two elements of a value may be at one place, as those of sliding windows are."""
-    reach = 0
-    for step, size in sorted(zip(value.stride(), value.shape, strict=True)):
-        if size > 1 and step <= reach:
-            return True
-        reach += (size - 1) * step
-    return False

@@ -1,0 +1,89 @@
+"""Where AOTAutograd, on one version of torch or another, traces what eager doesn't compute."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+import trainfuse
+
+OPTIONS = {"backend": "triton", "verify": "off", "fallback": False, "whole_step": False}
+
+# outputs that AOTAutograd expects a cotangent of: none is a view of the input
+LAID_OUT = {
+    "windows": lambda x: x.sin().unfold(0, 3, 1),
+    "windows of two dims": lambda x: x.sin().unfold(0, 3, 1).unfold(1, 2, 1),
+    "windows, and another output": lambda x: (x.sin().unfold(0, 3, 1), x.cos().sum()),
+    "windows apart": lambda x: x.sin().unfold(0, 2, 2),
+    "expanded": lambda x: x.sin().expand(4, *x.shape),
+    "gaps": lambda x: x.sin()[..., ::2],
+    "transposed": lambda x: x.sin().transpose(0, 1),
+    "rotated": lambda x: torch.rot90(x, 1, (0, 1)),
+    "diagonal": lambda x: x.sin().diagonal(),
+    "channels last": lambda x: x.sin()[None].to(memory_format=torch.channels_last),
+}
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("alike", [True, False])
+@pytest.mark.parametrize("name", LAID_OUT)
+def test_cotangents_of_outputs_of_any_layout(name: str, alike: bool, dynamic: bool) -> None:
+    """Gradients are eager's, strides and all; with a cotangent laid out as the output, or dense."""
+    function = LAID_OUT[name]
+    x = torch.randn(6, 5, 4, requires_grad=True)
+    gradients, cotangent = [], None
+    for run in (function, trainfuse.compile(function, **OPTIONS, dynamic=dynamic)):
+        output = run(x)
+        output = output[0] if isinstance(output, tuple) else output
+        if cotangent is None:
+            like = output.detach() if alike else output.detach().contiguous()
+            cotangent = torch.randn(output.shape)
+            cotangent = torch.empty_like(like).copy_(cotangent)
+        gradients += torch.autograd.grad(output, x, cotangent)
+    torch.testing.assert_close(*gradients, rtol=1e-5, atol=1e-5)
+    if alike and not dynamic:
+        assert gradients[0].stride() == gradients[1].stride()
+
+
+def written(x: Tensor, drop: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
+    """What is written to a dropout's result is written to its input, if it drops nothing."""
+    inner = x.sin()
+    drop(inner).add_(1.0)
+    return inner * 2, drop(x)
+
+
+@pytest.mark.parametrize("options", [{"p": 0.5, "training": False}, {"p": 0.0}])
+@pytest.mark.parametrize("gaps", [False, True])
+def test_dropout_of_nothing_is_its_input(options: dict[str, float], gaps: bool) -> None:
+    def drop(x: Tensor) -> Tensor:
+        return functional.dropout(x, **options)
+
+    x = torch.randn(6, 8)[:, :: 1 + gaps].requires_grad_()
+    expected, same = written(x, drop)
+    result, ours = trainfuse.compile(written, **OPTIONS)(x, drop)
+    torch.testing.assert_close(result, expected)
+    assert same is x
+    assert ours.data_ptr() == x.data_ptr()
+    assert ours.stride() == x.stride()
+
+    def write(x: Tensor) -> Tensor:
+        return drop(x).add_(1.0)
+
+    y = torch.randn(6, 8)
+    expected = y + 1.0
+    trainfuse.compile(write, **OPTIONS)(y)
+    torch.testing.assert_close(y, expected)
+
+
+def test_torchs_own_compiler_is_left_as_it_is() -> None:
+    """Nothing of torch stays replaced once our graphs are traced."""
+    op = torch.ops.aten.dropout.default
+    before = dict(op.py_kernels)
+    trainfuse.compile(lambda x: functional.dropout(x.sin(), training=False), **OPTIONS)(
+        torch.randn(3, requires_grad=True)
+    )
+    assert op.py_kernels == before
