@@ -7,10 +7,14 @@ from typing import Any
 
 import pytest
 
+from autodiff.compare import pooled
 from tests.gradients.cases import mixed_precision
 from tests.gradients.compilers import MASKS, Compiler
 from tests.gradients.zoo import DATA_DEPENDENT, NESTED, NESTED_WHOLE, ZOO
 from trainfuse.testing import Training, gradient_report
+
+SEEDS = 4
+"""Runs through bf16 that are judged as one: see `autodiff.compare.pooled`."""
 
 
 @pytest.fixture
@@ -51,7 +55,9 @@ def test_whole_step_replayed(case, compile_fn):
 def test_bf16_autocast(case, compile_fn):
     if case in NESTED:
         pytest.skip("it has no autocast: its steps are its own")
-    gradient_report(lambda: _mixed(case), compile_fn, steps=4).check()
+    pooled(
+        [gradient_report(lambda: _mixed(case), compile_fn, steps=4, seed=i) for i in range(SEEDS)]
+    ).check()
     compile_fn.check()
 
 
