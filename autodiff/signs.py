@@ -6,11 +6,13 @@ a step on the way in a kernel, writing it for the backward costs twice what the 
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 import torch
 from torch import fx
 
+from .cut import CutProblem, Plan
 from .graph import TrainingGraph
 from .reads import fixed_readers, is_fusible, is_view, readers_of, takes_registers
 from .rewrite import GraphEdit, same_strides
@@ -29,11 +31,15 @@ _COMPARISONS = frozenset(
 )
 
 
-def save_less_of_signs(tg: TrainingGraph) -> TrainingGraph:
-    """Let the forward compare what a later phase would read for a comparison alone.
+def save_less_of_signs(
+    tg: TrainingGraph,
+    static_inputs: Collection[fx.Node] | None = None,
+    demanded: Collection[fx.Node] = (),
+) -> TrainingGraph:
+    """Let the forward compare what it would save for a comparison alone.
 
-    Only values that the forward makes on the way: not those that it writes anyway, nor those of
-    checkpoints, which are made again. Recompute then chooses between the value and the answer.
+    Only values that the forward makes on the way and recompute would save: not those that it writes
+    anyway, nor those of checkpoints, which are made again. static_inputs, demanded: as in `choose`.
     Equal to the last bit, NaN included.
     """
     fixed = fixed_readers(tg)
@@ -45,6 +51,10 @@ def save_less_of_signs(tg: TrainingGraph) -> TrainingGraph:
         and node not in fixed
         and _passes_by(tg, value)
     ]
+    if not nodes:
+        return tg
+    saved = set(CutProblem(tg, static_inputs, demanded).cut(Plan())[0])
+    nodes = [node for node in nodes if _base(_compared(node)) in saved]
     if not nodes:
         return tg
     edit = GraphEdit(tg)
@@ -89,11 +99,17 @@ def _select(edit: GraphEdit, node: fx.Node, value: fx.Node) -> None:
         edit.erase(below)
 
 
+def _base(value: Any) -> fx.Node:
+    while value.op == "call_function" and is_view(value):
+        value = value.args[0]
+    return value
+
+
 def _passes_by(tg: TrainingGraph, value: Any) -> bool:
     """Whether a forward value would be written for the backward alone."""
-    base = value
-    while base.op == "call_function" and is_view(base):
-        base = base.args[0]
+    base = _base(value)
+    if value.op != "call_function" or tg.phase(value) != "forward":
+        return False
     if base.op != "call_function" or tg.phase(base) != "forward" or not is_fusible(base):
         return False
     if base.meta.get("recompute") is not None:

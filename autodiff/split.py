@@ -43,7 +43,8 @@ def partition(
         tg = functionalize_dropout(tg)
     tg = save_less_of_pools(cleanup(decompose(tg, {**losses(), **channel_norms()})))
     if recompute:
-        tg = save_less_of_signs(reread_less(tg))
+        tg = reread_less(tg)
+        tg = save_less_of_signs(tg, *_lasting(tg, num_fwd_outputs, static))
     choice = choose_for_joint(tg, num_fwd_outputs, static, memory_budget, recompute=recompute)
     if note is not None:
         note(choice.report)
@@ -109,6 +110,16 @@ def choose_for_joint(
     recompute: bool = True,
 ) -> Choice:
     """What the forward of a joint saves; only static inputs live through the step anyway."""
+    static, demanded = _lasting(tg, num_fwd_outputs, static_indices)
+    if not recompute:
+        return save_all(tg, static_inputs=static, demanded=demanded)
+    return choose(tg, memory_budget, static_inputs=static, demanded=demanded)
+
+
+def _lasting(
+    tg: TrainingGraph, num_fwd_outputs: int, static_indices: Sequence[int]
+) -> tuple[set[fx.Node], set[fx.Node]]:
+    """Inputs that live through the step anyway, and forward values that the backward returns."""
     placeholders = [node for node in tg.graph.nodes if node.op == "placeholder"]
     static = {placeholders[index] for index in static_indices}
     gradients = tg.output_nodes[num_fwd_outputs:]
@@ -117,6 +128,4 @@ def choose_for_joint(
         for node in gradients
         if isinstance(node, fx.Node) and (node.op == "placeholder" or tg.phase(node) == "forward")
     }
-    if not recompute:
-        return save_all(tg, static_inputs=static, demanded=demanded)
-    return choose(tg, memory_budget, static_inputs=static, demanded=demanded)
+    return static, demanded
