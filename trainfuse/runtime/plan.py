@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -23,6 +23,7 @@ from trainfuse.runtime.cuda_graph import (
     why_not,
 )
 from trainfuse.runtime.foreach import UpdateCall
+from trainfuse.runtime.gate import Gate
 from trainfuse.runtime.program import Program, RuntimeOptions, build_program
 from trainfuse.runtime.reference import bytes_of
 from trainfuse.runtime.snapshot import Snapshot, entries_restored_on_failure
@@ -130,14 +131,24 @@ class Plan:
         return self._graphed(args) if self._wanted else self.program(args)
 
     def verify_next(self) -> None:
-        """Gate every kernel again at the next call, which then runs without the CUDA graph."""
-        if self.options.gate is not None:
-            self.options.gate.passed -= {c.kernel.key for c in self.program.groups.values()}
-            for update in self.program.updates.values():
-                self.options.gate.passed -= update.kernel_keys
+        """Make the next call a first call: undone should it fail, and without the CUDA graph.
+
+        Kernels keep the verdicts that they have.
+        """
         self.drop_replay()
-        self.program = self._build()
         self.calls_since_check = self._captures_since_check = 0
+
+    @contextlib.contextmanager
+    def suspecting(self) -> Iterator[None]:
+        """Within the block every kernel is compared at each call, whatever passed before."""
+        suspects = [*self.program.groups.values()]
+        for call in suspects:
+            call.suspected_by = Gate()
+        try:
+            yield
+        finally:
+            for call in suspects:
+                call.suspected_by = None
 
     def close(self) -> None:
         """Free the CUDA graph and its memory."""

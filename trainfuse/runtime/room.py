@@ -32,20 +32,22 @@ class Room:
         free = free_bytes(device)
         self.left = None if free is None else int(SHARE * max(free - needed, 0))
 
+    def take(self, size: int) -> bool:
+        """Whether so many bytes may be had; they are then no longer left."""
+        if self.left is None:
+            return True
+        fits = size <= self.left
+        self.left -= size if fits else 0
+        return fits
+
     def copy(self, tensor: Tensor) -> Tensor:
         """A copy of a tensor, on its device while there is room."""
         tensor = tensor.detach()
-        if self.left is None:
-            return tensor.clone()
-        size = tensor.numel() * tensor.element_size()
-        if size <= self.left:
+        if self.take(tensor.numel() * tensor.element_size()):
             try:
-                copied = tensor.clone()
+                return tensor.clone()
             except torch.OutOfMemoryError:
                 self.left = 0
-            else:
-                self.left -= size
-                return copied
         return to_host(tensor)
 
 

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from autodiff.compare import TensorError, judge, luck, rms, rmse
+from autodiff.compare import TensorError, judge, luck, measure
 from autodiff.mismatch import wrong_integers
 from trainfuse.errors import GradientMismatch
 from trainfuse.log import get_logger
@@ -68,12 +68,13 @@ class StepGate:
         captured = self.captured
         room = Room(device_of(args), captured.needs)
         try:
-            native = self._eager(args, room)
-            exact = captured.run(args, wide=True)
-            if native is None:
-                return References(captured.run(args, wide=False), exact)
-            if self._suspicious(native, exact):
-                self._check_capture(native, captured.run(args, wide=False), exact)
+            with captured.sharing_masks(room):
+                native = self._eager(args, room)
+                exact = captured.run(args, wide=True)
+                if native is None:
+                    return References(captured.run(args, wide=False), exact)
+                if self._suspicious(native, exact):
+                    self._check_capture(native, captured.run(args, wide=False), exact)
         except torch.OutOfMemoryError:
             _log.warning("the step was not compared: no memory for its reference")
             return None
@@ -94,11 +95,10 @@ class StepGate:
         for theirs, ours in _pairs(eager, exact):
             if theirs.keys() != ours.keys():
                 return True
-            sizes = {name: rms(ours[name]) for name in ours}
-            scale = max(sizes.values(), default=0.0)
-            for name, size in sizes.items():
-                if not rmse(theirs[name], ours[name]) <= share * size + _NOISE * scale:
-                    return True
+            figures = measure([(theirs[name], ours[name]) for name in ours])
+            scale = max((size for size, _ in figures), default=0.0)
+            if any(not error <= share * size + _NOISE * scale for size, error in figures):
+                return True
         return False
 
     def _check_capture(self, eager: Results, native: Results, exact: Results) -> None:
