@@ -124,8 +124,14 @@ def luck(count: int) -> float:
 
 
 def _pieces(*tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
-    """The tensors flat, a piece at a time, where the first one is; the last in fp64."""
-    device = tensors[0].device
+    """The tensors, or flat pieces of large ones, where the first one is; the last in fp64."""
+    device, shape = tensors[0].device, tensors[0].shape
+    if tensors[0].numel() <= _PIECE and all(
+        (t.device, t.shape) == (device, shape) for t in tensors
+    ):
+        *rest, last = (t.detach() for t in tensors)
+        yield *rest, last.double()
+        return
     flat = [t.detach().reshape(-1).split(_PIECE) for t in tensors]
     for parts in zip(*flat, strict=True):
         *rest, last = (part.to(device) for part in parts)
@@ -162,7 +168,7 @@ def measure(
     results: list[tuple[float, ...]] = []
     for item, place in zip(items, places, strict=True):
         count = max(item[0].numel(), 1)
-        parts = values[item[0].device, len(item)][place]
+        parts = values[item[0].device, len(item)][place] if item[0].numel() else [[0.0] * len(item)]
         figures = tuple(math.hypot(*part) / math.sqrt(count) for part in zip(*parts, strict=True))
         # a norm is finite where every element is
         finite = all(map(math.isfinite, figures))
@@ -183,7 +189,7 @@ class _Norms:
         """Take note of one item; returns where its pieces will be."""
         key = item[0].device, len(item)
         first = self._count[key]
-        for piece in _pieces(*item):
+        for piece in _pieces(*item) if item[0].numel() else ():
             self._waiting.setdefault(key, []).append(piece)
             self._count[key] += 1
             self._held[key] += piece[-1].numel()

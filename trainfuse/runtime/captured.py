@@ -87,9 +87,9 @@ class CapturedStep:
         self._widened: dict[str, Widened] = {}
 
     @property
-    def needs(self) -> int:
-        """Bytes that the captured graph takes when it runs: an upper bound of what a plan does."""
-        return self._whole(wide=False).peak_bytes
+    def result_bytes(self) -> int:
+        """What everything that the step makes takes, in its own precision and one higher."""
+        return sum(self._whole(wide=wide).kept_bytes for wide in (False, True))
 
     def _whole(self, *, wide: bool) -> Schedule:
         """The evaluation where memory is plenty: planned once."""
@@ -117,24 +117,22 @@ class CapturedStep:
 
     @contextmanager
     def sharing_masks(self, room: Room) -> Iterator[None]:
-        """Within the block each dropout mask is drawn once for all runs, if there is room for it."""
+        """Within the block each dropout mask is drawn once for all runs, where there is room."""
         self._drawn = {} if room.take(self._mask_bytes) else None
         try:
             yield
         finally:
             self._drawn = None
 
-    def run(self, args: Sequence[Any], *, wide: bool) -> Results:
+    def run(self, args: Sequence[Any], *, wide: bool, on_host: bool = False) -> Results:
         """Everything that the step makes, by ATen; nothing is written.
 
-        wide: one precision higher than the graph says. Results stay on the device as far as half
-        of what is free there, beyond what the plan itself will need. Raises OutOfMemoryError.
+        wide: one precision higher than the graph says. on_host: where the results wait. Takes half
+        of what is free on the device at most, but for one operator. Raises OutOfMemoryError.
         """
         free = free_bytes(device_of(args))
-        keep = budget = None
-        if free is not None:
-            budget, keep = int(SHARE * free), int(SHARE / 2 * max(free - self.needs, 0))
-        plan = self.schedule(budget, keep, wide=wide)
+        budget = None if free is None else int(SHARE * free)
+        plan = self.schedule(budget, 0 if on_host else None, wide=wide)
         with _same_draws(args):
             values = evaluate(plan, self._given(args), self._runner(wide))
         return self._results(lambda node: values[node])

@@ -58,11 +58,11 @@ class Checks:
             self._due = False
             plan.verify_next()
             with plan.suspecting():
-                return self._first(plan, args)
+                return plan.roomy(lambda: self._first(plan, args))
         if self._every is not None and plan.calls_since_check >= self._every:
             plan.verify_next()
         if plan.calls_since_check == 0:
-            return self._first(plan, args)
+            return plan.roomy(lambda: self._first(plan, args))
         if not self._judging:
             return plan.later(args)
         if self._nan_check:
@@ -78,7 +78,8 @@ class Checks:
         if self._gate is None:
             return self._finite(plan, args, None)
         try:
-            references = self._gate.references(args)
+            needed = plan.needed(args)
+            references = self._gate.references(args, needed, insist=not plan.tight)
         except StepMismatch as wrong:
             raise self._take_over(plan, wrong) from wrong
         looked = False
@@ -177,10 +178,10 @@ class Checks:
             with self._snapshot.restored_on_failure():
                 outputs = plan.later(args)
                 self._demand_finite(plan, given, outputs)
+                return outputs
         except NotFinite:
             plan.drop_replay()
-            return self._investigate(plan, given)
-        return outputs
+        return plan.roomy(lambda: self._investigate(plan, given))
 
     def _investigate(self, plan: Plan, args: Sequence[Any]) -> list[Any]:
         """The call again, every kernel beside ATen: the first that differs is put out of use.

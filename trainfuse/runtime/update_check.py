@@ -135,8 +135,7 @@ def _add(call: UpdateCall, step: float | None, batch: Sequence[_Piece], squares:
     for (i, role), found in zip(places, figures, strict=True):
         sums = squares.setdefault((batch[i].position, role), [0.0, 0.0, 0.0])
         squares[batch[i].position, role] = [
-            total + lengths[i] * figure * figure
-            for total, figure in zip(sums, found, strict=True)
+            total + lengths[i] * figure * figure for total, figure in zip(sums, found, strict=True)
         ]
 
 
