@@ -13,10 +13,19 @@ from torch import fx
 from torch._functorch import partitioners
 from torch._prims_common import suggest_memory_format as suggest_memory_format
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.utils._pytree import tree_leaves
 
 FakeMode = FakeTensorMode
 _Function = Callable[..., Any]
+
+
+def graph_module(root: fx.GraphModule, graph: fx.Graph) -> fx.GraphModule:
+    """A module whose code is generated once it is called or printed.
+
+    Passes, and the search for a memory budget, make dozens of graphs whose code nobody reads.
+    """
+    return _LazyGraphModule(root, graph)
 
 
 def fake_mode_among(values: Any) -> FakeMode | None:

@@ -8,6 +8,8 @@ from typing import Any, Literal
 
 from torch import fx
 
+from . import _compat
+
 Phase = Literal["forward", "backward", "update"]
 InputKind = Literal["parameter", "buffer", "input", "scalar", "seed", "tangent", "saved"]
 PHASES: tuple[Phase, ...] = ("forward", "backward", "update")
@@ -110,7 +112,7 @@ class TrainingGraph:
         for node in self.graph.nodes:
             mapping[node] = graph.node_copy(node, lambda n: mapping[n])
         facts = {mapping[node]: fact for node, fact in self.facts.items()}
-        gm = fx.GraphModule(self.gm, graph)
+        gm = _compat.graph_module(self.gm, graph)
         return replace(self, gm=gm, facts=facts), mapping
 
     def replace(self, **changes: Any) -> TrainingGraph:

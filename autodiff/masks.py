@@ -25,18 +25,24 @@ from . import (
 class Masks:
     """A seed a device, drawn at the first dropout there, then one offset a dropout.
 
-    count: how many have drawn.
+    count: how many have drawn. drawn: masks by offset, which runs of one step from one state of the
+    generators share; None keeps none.
     """
 
     seeds: dict[torch.device, torch.Tensor] = field(default_factory=dict)
     count: int = 0
+    drawn: dict[int, torch.Tensor] | None = None
 
     def keep(self, x: torch.Tensor, p: float) -> torch.Tensor:
         """The next dropout's mask: which elements of x stay."""
         if x.device not in self.seeds:
             self.seeds[x.device] = torch.ops.trainfuse.seed(x)
-        mask = torch.ops.trainfuse.keep_mask(self.seeds[x.device], self.count, p, list(x.shape))
-        self.count += 1
+        offset, self.count = self.count, self.count + 1
+        if self.drawn is not None and offset in self.drawn:
+            return self.drawn[offset]
+        mask = torch.ops.trainfuse.keep_mask(self.seeds[x.device], offset, p, list(x.shape))
+        if self.drawn is not None:
+            self.drawn[offset] = mask
         return mask
 
     def repeated(self, function: Callable[..., Any]) -> Callable[..., Any]:

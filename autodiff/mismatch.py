@@ -15,7 +15,9 @@ _WRONG_FRACTION = 1e-3
 """Share of integer or boolean elements that may differ where fp64 itself decides otherwise."""
 _FEW, _SHARE = 8, 0.02
 """Elements that may differ where whole steps are compared: a number, or a share of them."""
-_PIECE = 1 << 22
+_PIECE = 1 << 20
+WORKING_BYTES = 12 * 8 * _PIECE
+"""What comparing two results takes beside them: a dozen pieces in fp64."""
 _EPSILON = {
     torch.float64: 1e-12,
     torch.float32: 2e-6,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -203,8 +204,13 @@ def op_name(target: object) -> str:
     if target is operator.getitem:
         return "getitem"
     if isinstance(target, torch._ops.OpOverload):
-        return str(target)
+        return _overload_name(target)
     return "symbolic" if target in _SYMBOLIC else str(target)
+
+
+@functools.cache  # overloads live as long as torch.ops; planning asks for every node many times
+def _overload_name(overload: torch._ops.OpOverload) -> str:
+    return str(overload)
 
 
 def lookup(target: object) -> OpRow:

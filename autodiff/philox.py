@@ -13,20 +13,12 @@ _ROUND_A = 0xD2511F53
 _ROUND_B = 0xCD9E8D57
 # Largest fp32 factor with 2**31 * factor < 1, as in triton's uint_to_uniform_float.
 _UNIFORM_SCALE = 4.6566127342e-10
+# Counters that are computed at a time: a mask takes little more memory than itself.
+_PIECE = 1 << 20
 
 _library = torch.library.Library("trainfuse", "FRAGMENT")
 _library.define("seed(Tensor like) -> Tensor", tags=(torch.Tag.nondeterministic_seeded,))
 _library.define("keep_mask(Tensor seed, int offset, float p, SymInt[] shape) -> Tensor")
-
-
-def _multiply_wide(factor: int, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """High and low 32 bits of factor * value; value: int64 holding a uint32.
-
-    The product doesn't fit int64, so value is split in halves of 16 bits.
-    """
-    low = (value & 0xFFFF) * factor
-    high = (value >> 16) * factor + (low >> 16)
-    return high >> 16, ((high & 0xFFFF) << 16) | (low & 0xFFFF)
 
 
 def philox(
@@ -35,25 +27,30 @@ def philox(
     """Philox4x32-10: four 32-bit words a counter, held in int64.
 
     seed: int64, its low and high words are the key. counter: four int64 tensors below 2**32.
+    A product of two words wraps around in int64, which keeps all its 64 bits; the mask drops what
+    the shift has copied of its highest one.
     Bit-identical with triton's tl.philox. Source: Salmon et al., SC 2011.
     """
     c0, c1, c2, c3 = counter
-    key_0 = seed & _MASK32
-    key_1 = (seed >> 32) & _MASK32
-    for _ in range(10):
-        high_b, low_b = _multiply_wide(_ROUND_B, c2)
-        high_a, low_a = _multiply_wide(_ROUND_A, c0)
-        c0, c1 = high_b ^ c1 ^ key_0, low_b
-        c2, c3 = high_a ^ c3 ^ key_1, low_a
-        key_0 = (key_0 + _KEY_A) & _MASK32
-        key_1 = (key_1 + _KEY_B) & _MASK32
+    rounds = torch.arange(10, device=seed.device).unsqueeze(-1)
+    keys = [
+        ((half + rounds * step) & _MASK32).unbind()
+        for half, step in ((seed & _MASK32, _KEY_A), ((seed >> 32) & _MASK32, _KEY_B))
+    ]
+    for key_0, key_1 in zip(*keys, strict=True):
+        product_b, product_a = c2 * _ROUND_B, c0 * _ROUND_A
+        c0, c2 = (
+            ((product >> 32) ^ c ^ key) & _MASK32
+            for product, c, key in ((product_b, c1, key_0), (product_a, c3, key_1))
+        )
+        c1, c3 = product_b & _MASK32, product_a & _MASK32
     return c0, c1, c2, c3
 
 
 def uniform(word: torch.Tensor) -> torch.Tensor:
     """fp32 in [0, 1) from a 32-bit word held in int64, as triton's uint_to_uniform_float."""
-    signed = torch.where(word >= 1 << 31, word - (1 << 32), word)
-    magnitude = torch.where(signed < 0, -signed - 1, signed)
+    signed = word.to(torch.int32)  # wraps
+    magnitude = signed ^ (signed >> 31)
     return magnitude.to(torch.float32) * _UNIFORM_SCALE
 
 
@@ -67,12 +64,17 @@ def keep_mask(seed: torch.Tensor, offset: int, p: float, shape: list[int]) -> to
     count = 1
     for size in shape:
         count *= size
-    block = torch.arange((count + 3) // 4, device=seed.device, dtype=torch.int64)
-    zero = torch.zeros_like(block)
-    words = philox(seed, (block & _MASK32, zero + (offset & _MASK32), block >> 32, zero))
-    lanes = uniform(torch.stack(words, dim=-1)).reshape(-1)[:count]
+    blocks = (count + 3) // 4
     threshold = struct.unpack("f", struct.pack("f", p))[0]
-    return (lanes >= threshold).reshape(shape)
+    parts = []
+    for first in range(0, max(blocks, 1), _PIECE):
+        last = min(first + _PIECE, blocks)
+        block = torch.arange(first, last, device=seed.device, dtype=torch.int64)
+        zero = torch.zeros_like(block)
+        words = philox(seed, (block & _MASK32, zero + (offset & _MASK32), block >> 32, zero))
+        parts.append(torch.stack([uniform(word) >= threshold for word in words], dim=-1))
+    lanes = parts[0] if len(parts) == 1 else torch.cat(parts)
+    return lanes.reshape(-1)[:count].reshape(shape)
 
 
 def _keep_mask_fake(seed: torch.Tensor, offset: int, p: float, shape: list[int]) -> torch.Tensor:

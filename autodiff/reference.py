@@ -16,6 +16,7 @@ from .graph import TrainingGraph
 Update = Callable[[list[torch.Tensor], list[torch.Tensor], int], None]
 Environment = dict[fx.Node, Any]
 
+_CAST = torch.ops.prims.convert_element_type.default
 # Position of the dtype argument in operators that name an element type positionally.
 _DTYPE_POSITION = {
     "prims.convert_element_type.default": 1,
@@ -32,6 +33,12 @@ def widen(value: Any, dtype: torch.dtype | None) -> Any:
     return value.to(dtype)
 
 
+def _widen_all(value: Any, dtype: torch.dtype | None) -> Any:
+    if dtype is None or isinstance(value, torch.Tensor):
+        return widen(value, dtype)
+    return tree_map(lambda part: widen(part, dtype), value)
+
+
 def _widen_literal(value: Any, dtype: torch.dtype) -> Any:
     return dtype if isinstance(value, torch.dtype) and value.is_floating_point else value
 
@@ -44,11 +51,14 @@ def widened_call(node: fx.Node, dtype: torch.dtype) -> tuple[list[Any], dict[str
 def _call(node: fx.Node, args: Any, kwargs: Any, dtype: torch.dtype | None) -> Any:
     """Execute one node; with a working dtype, casts between floating types become no-ops."""
     target: Any = node.target
+    if target is operator.getitem:
+        return args[0][args[1]]
+    if target is _CAST:  # torch's own implementation is Python, and ten times slower
+        return args[0].to(args[1] if dtype is None else _widen_literal(args[1], dtype))
     if dtype is None:
         return target(*args, **kwargs)
     args, kwargs = _widened(target, args, kwargs, dtype)
-    result = target(*args, **kwargs)
-    return tree_map(lambda value: widen(value, dtype), result)
+    return _widen_all(target(*args, **kwargs), dtype)
 
 
 def _widened(
@@ -86,17 +96,25 @@ def run_nodes(
     floating tensors, None to compute as the graph says. update: called as
     update(params, grads, handle) at the update node. env itself is left alone.
     """
-    values = {node: tree_map(lambda value: widen(value, dtype), env[node]) for node in env}
+    values = {node: _widen_all(value, dtype) for node, value in env.items()}
     for node in nodes:
-        assert node.op == "call_function", node.format_node()
-        args, kwargs = fx.map_arg((node.args, node.kwargs), values.__getitem__)
         if ops.lookup(node.target).kind == "effect":
+            args = fx.map_arg(node.args, values.__getitem__)
             values[node] = _run_update(node, args, update)
-        elif node.target is operator.getitem:
-            values[node] = args[0][args[1]]
         else:
-            values[node] = _call(node, args, kwargs, dtype)
+            values[node] = run_node(node, values, dtype)
     return values
+
+
+def run_node(node: fx.Node, env: Environment, dtype: torch.dtype | None = None) -> Any:
+    """The value of one call_function node, from those of what it reads; no update."""
+    assert node.op == "call_function", node.format_node()
+
+    def read(node: fx.Node) -> Any:
+        return env[node] if dtype is None else _widen_all(env[node], dtype)
+
+    args, kwargs = fx.map_arg((node.args, node.kwargs), read)
+    return _call(node, args, kwargs, dtype)
 
 
 def run_graph(

@@ -87,7 +87,7 @@ class GraphEdit:
                     self.erase(node)
 
     def finish(self, **changes: Any) -> TrainingGraph:
-        """The edited training graph, links resolved and code regenerated."""
+        """The edited training graph, links resolved and its code outdated."""
         forward = {node.name for node, fact in self.facts.items() if fact.phase == "forward"}
         facts: dict[fx.Node, NodeFacts] = {}
         for node in self.graph.nodes:

@@ -135,3 +135,11 @@ def test_dropped_infinity_is_nan_as_in_eager() -> None:
     eager = torch.native_dropout(x, 0.5, True)[0]
     assert output.isnan().any()
     assert eager.isnan().any()
+
+
+@pytest.mark.parametrize("shape", [[0], [1], [19], [20, 3]])
+def test_a_mask_in_pieces_is_the_mask(shape: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    seed = torch.tensor([1234567890123456789])
+    whole = philox.keep_mask(seed, 5, 0.5, shape)
+    monkeypatch.setattr(philox, "_PIECE", 2)
+    assert torch.equal(philox.keep_mask(seed, 5, 0.5, shape), whole)

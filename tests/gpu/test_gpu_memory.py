@@ -114,6 +114,7 @@ def test_the_plan_s_account_is_the_allocator_s(name):
 def test_a_budget_is_kept(name, budget):
     measured = _ours(name, budget)
     memory = measured.memory
+    print(f"{name} {budget}: measured {measured.peak / MIB:.0f} MiB, {memory}")
     assert memory.peak <= memory.limit, "the least possible is over the budget"
     assert measured.peak <= 1.1 * (memory.limit + memory.results) + SLACK
 

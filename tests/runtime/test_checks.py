@@ -19,7 +19,7 @@ import trainfuse
 from tests.runtime.graphs import run_alone
 from trainfuse import pipeline
 from trainfuse.capture import optimizers, whole_step
-from trainfuse.runtime import finite, foreach
+from trainfuse.runtime import finite, foreach, update_check
 from trainfuse.runtime.captured import CapturedStep
 from trainfuse.runtime.gate import Gate
 
@@ -94,6 +94,29 @@ def test_a_wrong_update_becomes_torch_s_own_step(
     assert plan.plan.program.groups, "right kernels went with the update"
     assert all(update.by_torch for update in plan.plan.program.updates.values())
     torch.testing.assert_close(model.state_dict(), plain_model.state_dict(), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("elements", [1 << 24, 5], ids=["together", "in pieces"])
+def test_one_parameter_s_wrong_update_is_seen_in_company(
+    elements: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Parameters are updated together by torch, and judged each by itself."""
+    monkeypatch.setattr(update_check, "_LARGEST", elements)
+    monkeypatch.setattr(update_check, "_LEAST", elements)
+    monkeypatch.setattr(foreach, "compare_update", lambda *_: None)
+    launch = foreach.ForeachLauncher.__call__
+
+    def nearly(self: Any, entries: Any) -> None:
+        launch(self, entries)
+        last = entries[-1]["param"]
+        assert last.numel() == 2
+        last[1] *= 1.00001
+
+    monkeypatch.setattr(foreach.ForeachLauncher, "__call__", nearly)
+    _, step = make("AdamW")
+    train(trainfuse.compile(step, backend="triton", verify="step"), 1)
+    (line,) = warnings_of(caplog)
+    assert "update of 3.bias (param)" in line
 
 
 def test_a_right_update_is_torch_s_own_step_to_rounding(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -458,6 +481,44 @@ def test_without_being_asked_the_loss_is_looked_at_now_and_then(
     assert found == [True, True, False, False, False, *[True] * 5]
     (line,) = warnings_of(caplog)
     assert line.startswith("forward_")
+
+
+def test_a_kernel_that_todays_values_show_to_be_wrong_goes_alone(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its own check saw other values: a later comparison of the step finds it, and only it."""
+    lower = pipeline.lower
+
+    def planted(group: Any, *rest: Any) -> Any:
+        kernel = lower(group, *rest)
+        if group.phase != "forward" or not hasattr(kernel, "source"):
+            return kernel
+        source = kernel.source.replace("tl.store(out0, ", "_planted(out0, ") + (
+            "\n\n@triton.jit\ndef _planted(at, value):\n"
+            "    tl.store(at, tl.where(value > 9.0, value * 1.1, value))\n"
+        )
+        return replace(kernel, source=source, key=f"{kernel.key}-large")
+
+    monkeypatch.setattr(pipeline, "lower", planted)
+    weight = nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.SGD([weight], lr=1e-3)
+
+    def step(x: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        loss = (weight * x).square().sum()
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    compiled = trainfuse.compile(step, backend="triton", verify=2)
+    for x in (1.0, 1.0, 4.0, 4.0):
+        expected = (weight.detach() * x).square().sum()
+        torch.testing.assert_close(compiled(torch.full((3,), x)), expected)
+    (line,) = warnings_of(caplog)
+    assert line.startswith("forward_")
+    (plan,) = compiled.plans
+    assert plan.plan is not None
+    assert plan.plan.program.groups, "right kernels went with the wrong one"
 
 
 def test_sums_that_overflow_are_no_infinity() -> None:

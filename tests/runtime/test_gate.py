@@ -198,16 +198,26 @@ def test_a_repro_that_can_t_be_written_stops_nothing(
     assert not Path(failure.repro).with_suffix(".pt").exists()
 
 
-def test_verify_next_gates_again(tmp_path: Path) -> None:
+def test_a_kernel_that_passed_is_compared_again_only_where_it_is_suspected(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Verdicts are paid for once a process: calls that are checked again don't pay again."""
+    compared: list[int] = []
+    own = Gate.compare
+    monkeypatch.setattr(Gate, "compare", lambda *a: (compared.append(1), own(*a))[1])
     args, parts = case(GOOD)
-    chosen = options(tmp_path)
-    plan = Plan(*parts, chosen)
+    plan = Plan(*parts, options(tmp_path))
     plan(cloned(args))
-    assert chosen.gate is not None
+    assert len(compared) == 1
     plan.verify_next()
-    assert not chosen.gate.passed
     plan(cloned(args))
-    assert len(chosen.gate.passed) == 1
+    assert len(compared) == 1
+    plan.verify_next()
+    with plan.suspecting():
+        plan(cloned(args))
+    assert len(compared) == 2
+    plan(cloned(args))
+    assert len(compared) == 2
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

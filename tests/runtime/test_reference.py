@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import weakref
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -13,11 +11,10 @@ import torch
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from autodiff.graph import TrainingGraph
 from tests.runtime.graphs import trace
+from tests.runtime.live import Live
 from trainfuse.runtime import reference, room
 from trainfuse.runtime.fallback import Boundary
 from trainfuse.runtime.reference import Widened, evaluate, natively, schedule
@@ -25,58 +22,12 @@ from trainfuse.runtime.reference import Widened, evaluate, natively, schedule
 DEPTH, ROWS, WIDTH = 12, 64, 48
 
 
-class Live(TorchDispatchMode):
-    """Bytes of the tensors that operators made and that are still alive, and their peak."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.now = self.peak = 0
-        self._users: Counter[int] = Counter()
-        self.counting = True
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if self.counting:
-            inputs = {_place(t) for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
-            for tensor in tree_leaves(result):
-                if isinstance(tensor, Tensor):
-                    self._add(tensor, inputs)
-        return result
-
-    def _add(self, tensor: Tensor, inputs: set[int]) -> None:
-        place, size = _place(tensor), tensor.untyped_storage().nbytes()
-        if place not in self._users:
-            if place in inputs:
-                return  # a view of what came from outside
-            self.now += size
-            self.peak = max(self.peak, self.now)
-        self._users[place] += 1
-        weakref.finalize(tensor, self._drop, place, size)
-
-    def _drop(self, place: int, size: int) -> None:
-        self._users[place] -= 1
-        if not self._users[place]:
-            del self._users[place]
-            self.now -= size
-
-
-def _place(tensor: Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
-
-
 @pytest.fixture
 def live(monkeypatch: pytest.MonkeyPatch) -> Live:
     """Counts what is on the device, which here is whatever was not sent to the host."""
     counter = Live()
-
-    def to_host(tensor: Tensor) -> Tensor:
-        counter.counting = False
-        try:
-            return tensor.detach().clone()
-        finally:
-            counter.counting = True
-
-    monkeypatch.setattr(reference, "to_host", to_host)
+    away = counter.uncounted(torch.clone)
+    monkeypatch.setattr(reference, "to_host", lambda tensor: away(tensor.detach()))
     monkeypatch.setattr(reference, "to_device", lambda tensor, device: tensor.clone())
     return counter
 

@@ -111,7 +111,7 @@ def test_it_sees_the_step_and_leaves_no_trace(make: Make, monkeypatch: pytest.Mo
     looks: list[tuple[Seen, Any]] = []
     look = Shadow.look
 
-    def watched(self: Shadow, copy: Any) -> Seen:
+    def watched(self: Shadow, *given: Any) -> Seen:
         def state() -> list[Any]:
             tensors = [t.detach().clone() for t in self._args if isinstance(t, Tensor)]
             return [*tensors, torch.get_rng_state()]
@@ -119,7 +119,7 @@ def test_it_sees_the_step_and_leaves_no_trace(make: Make, monkeypatch: pytest.Mo
         before = state()
         # the caller forks the generator
         with torch.random.fork_rng():
-            seen = look(self, copy)
+            seen = look(self, *given)
         torch.testing.assert_close(state(), before, rtol=0, atol=0)
         looks.append((seen, self))
         return seen

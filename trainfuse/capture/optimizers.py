@@ -149,7 +149,7 @@ class UpdateHandle:
             param = self.params[index]
             key = (self._group_of[index], param.dtype, grad_dtype, param.device)
             found.setdefault(key, []).append(position)
-            self._make_state(index)
+            self.make_state(index)
             if key not in self._templates:
                 group = groups[self._group_of[index]]
                 self._templates[key] = trace_template(self.row, group, param.dtype, grad_dtype)
@@ -157,7 +157,7 @@ class UpdateHandle:
             Bucket(self._templates[key], tuple(positions)) for key, positions in found.items()
         )
 
-    def _make_state(self, index: int) -> None:
+    def make_state(self, index: int) -> None:
         """Create a parameter's optimizer state as torch would on its first step."""
         param = self.params[index]
         optimizer = self.optimizer
@@ -193,7 +193,7 @@ class UpdateHandle:
             case _:
                 state = self.optimizer.state
                 if param not in state or role not in state[param]:
-                    self._make_state(index)  # the user has cleared it since
+                    self.make_state(index)  # the user has cleared it since
                 return state[param][role]
 
     def _scalar(self, key: tuple[int, str, torch.device]) -> Tensor:

@@ -58,6 +58,7 @@ class Shadow:
         }
         self._args: Sequence[Any] = ()
         self._took_over = False
+        self._written: frozenset[int] | None = None
 
     def beside(self, run: Callable[..., Any]) -> Callable[..., Any]:
         """`run` over the graph's inputs, which `look` sees meanwhile.
@@ -78,21 +79,24 @@ class Shadow:
 
         return call
 
-    def look(self, copy: Copy) -> Seen:
+    def look(self, copy: Copy, drawn: dict[int, Tensor] | None = None) -> Seen:
         """Run the step on the inputs of the call under way, and put back what it wrote of them.
 
-        copy: makes the copies that are kept. The optimizer does not run.
+        copy: makes the copies that are kept. drawn: receives the dropout masks. The optimizer does
+        not run.
         """
         seen, args = Seen(), self._args
-        watch = _Writes(args, copy)
+        # the graph is a straight line: what its operators write, they write at every run
+        watch = _Writes(args, copy, self._written)
 
         def update(params: Sequence[Tensor], grads: Sequence[Tensor], _: int) -> None:
             pairs = zip(params, grads, strict=True)
             seen.gradients.append({id(p): copy(g) for p, g in pairs})
 
         try:
-            with watch:
-                outputs = self._run(args, update, seen)
+            with watch if self._written is None else contextlib.nullcontext():
+                outputs = self._run(args, update, seen, drawn)
+            self._written = watch.kept
             seen.outputs = [copy(o) if isinstance(o, Tensor) else o for o in outputs]
             for i, arg in enumerate(args):
                 if isinstance(arg, Tensor) and watch.wrote(arg):
@@ -111,8 +115,14 @@ class Shadow:
 
         return self._run(args, update, Seen())
 
-    def _run(self, args: Sequence[Any], update: Callable[..., None], seen: Seen) -> Any:
-        masks = Masks() if self.fast_rng else None
+    def _run(
+        self,
+        args: Sequence[Any],
+        update: Callable[..., None],
+        seen: Seen,
+        drawn: dict[int, Tensor] | None = None,
+    ) -> Any:
+        masks = Masks(drawn=drawn) if self.fast_rng else None
         with contextlib.ExitStack() as stack:
             stack.enter_context(torch.enable_grad())
             for device, (enabled, dtype) in self._autocast.items():
@@ -174,20 +184,35 @@ class _Writes(TorchDispatchMode):
     Of other inputs always: batch norm writes its statistics, and its schema does not say so.
     """
 
-    def __init__(self, inputs: Sequence[Any], copy: Copy) -> None:
+    def __init__(
+        self, inputs: Sequence[Any], copy: Copy, written: frozenset[int] | None = None
+    ) -> None:
+        """written: positions of the inputs that are written, where an earlier run has shown it."""
         super().__init__()
         self._copy = copy
         self._params: dict[int, list[Tensor]] = {}
         self._old: dict[int, Tensor] = {}
         self._tensors: dict[int, Tensor] = {}
-        for value in inputs:
-            if isinstance(value, torch.nn.Parameter):
+        self._inputs = inputs
+        for place, value in enumerate(inputs):
+            if not isinstance(value, Tensor) or id(value) in self._old:
+                continue
+            if written is not None:
+                if place in written:
+                    self._keep(value)
+            elif isinstance(value, torch.nn.Parameter):
                 self._params.setdefault(_memory(value), []).append(value)
-            elif isinstance(value, Tensor) and id(value) not in self._old:
+            else:
                 self._keep(value)
 
     def _keep(self, value: Tensor) -> None:
         self._tensors[id(value)], self._old[id(value)] = value, self._copy(value)
+
+    @property
+    def kept(self) -> frozenset[int]:
+        """Positions of the inputs whose old values are kept."""
+        kept = self._old.keys()
+        return frozenset(i for i, value in enumerate(self._inputs) if id(value) in kept)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None

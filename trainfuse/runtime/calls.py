@@ -32,6 +32,8 @@ class GroupCall:
 
     gate: None trusts the kernel. where: the user's source line. suspected_by: a gate that compares
     at every call, whatever passed before: kernels are shared, and a value may break only one use.
+    insists: raise OutOfMemoryError where there is no memory for a comparison, instead of going on
+    without.
     """
 
     def __init__(
@@ -51,6 +53,7 @@ class GroupCall:
         self._strayed: tuple[int, ...] = ()
         self.failed = False
         self.suspected_by: Gate | None = None
+        self.insists = False
 
     def __call__(self, *inputs: Tensor, out: Sequence[Tensor]) -> None:
         """Write the group's outputs into `out`, in the order of group.outputs."""
@@ -87,9 +90,12 @@ class GroupCall:
         problem = self._boundary.attempt(lambda: self.launcher(inputs, out), stage)
         shown = kept
         if problem is None and refs is not None and gate is not None:
-            stage, problem = "gate", gate.compare(out, refs)
-            if problem is None and self.suspected_by is None:
-                problem, shown = self._trial(gate, kept, inputs, out)
+            try:
+                stage, problem = "gate", gate.compare(out, refs)
+                if problem is None and self.suspected_by is None:
+                    problem, shown = self._trial(gate, kept, inputs, out)
+            except torch.OutOfMemoryError:
+                self._not_compared()
         if problem is not None:
             places = {t.data_ptr(): i for i, t in enumerate(inputs)}
             shared = {i: places[t.data_ptr()] for i, t in enumerate(out) if t.data_ptr() in places}
@@ -104,8 +110,13 @@ class GroupCall:
         group = self.group
         refs = gate.references(group.nodes, group_environment(group, inputs), group.outputs)
         if refs is None:
-            _log.warning("%s was not compared: no memory for its reference", group.name)
+            self._not_compared()
         return refs
+
+    def _not_compared(self) -> None:
+        if self.insists:
+            raise torch.OutOfMemoryError(f"no memory to compare {self.group.name}")
+        _log.warning("%s was not compared: no memory for its reference", self.group.name)
 
     def _trial(
         self, gate: Gate, kept: list[Tensor], inputs: Sequence[Tensor], out: Sequence[Tensor]
@@ -119,21 +130,18 @@ class GroupCall:
             return None, kept
         given = [k if v is None else v for k, v in zip(kept, instead, strict=True)]
         written = {t.data_ptr() for t in out}
-        try:
-            refs = self._references(gate, given)
-            if refs is None:
-                return None, kept
-            read = [
-                copy_to(new, new.device) if t.data_ptr() in written else new
-                for t, new in zip(inputs, given, strict=True)
-            ]
-            places = {t.data_ptr(): new for t, new in zip(inputs, read, strict=True)}
-            made = [places.get(t.data_ptr(), torch.empty_strided(t.shape, t.stride(),
-                    dtype=t.dtype, device=t.device)) for t in out]  # fmt: skip
-            problem = self._boundary.attempt(lambda: self.launcher(read, made), "launch")
-            problem = problem or gate.compare(made, refs)
-        except torch.OutOfMemoryError:
+        refs = self._references(gate, given)
+        if refs is None:
             return None, kept
+        read = [
+            copy_to(new, new.device) if t.data_ptr() in written else new
+            for t, new in zip(inputs, given, strict=True)
+        ]
+        places = {t.data_ptr(): new for t, new in zip(inputs, read, strict=True)}
+        made = [places.get(t.data_ptr(), torch.empty_strided(t.shape, t.stride(),
+                dtype=t.dtype, device=t.device)) for t in out]  # fmt: skip
+        problem = self._boundary.attempt(lambda: self.launcher(read, made), "launch")
+        problem = problem or gate.compare(made, refs)
         return problem and f"{problem}, where constant inputs are varied", given
 
     def _fail(

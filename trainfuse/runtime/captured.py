@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,14 +16,15 @@ from autodiff.reference import Environment
 from trainfuse.runtime.fallback import Boundary
 from trainfuse.runtime.reference import (
     Run,
+    Schedule,
     Widened,
-    bytes_of,
     constants,
+    count_of,
     evaluate,
     natively,
     schedule,
 )
-from trainfuse.runtime.room import SHARE, device_of, free_bytes
+from trainfuse.runtime.room import SHARE, Room, device_of, free_bytes
 
 if TYPE_CHECKING:
     from trainfuse.capture.lift import Captured
@@ -76,16 +76,37 @@ class CapturedStep:
         self._places = {self.names[t]: self._position[t] for t in targets}
         values = (node.meta.get("val") for node in self.tg.graph.nodes)
         self.dtypes = {v.dtype for v in values if isinstance(v, Tensor)}
-        self.draws = sum(n.target is _DROPOUT for n in _behind(self._wanted())) * fast_rng
+        self._wanted = [g for update in self.updates for g in _grads(update)]
+        self._wanted += [*self._outputs.values(), *self._written.values()]
+        self._live = _behind(self._wanted)
+        dropouts = [n for n in self._live if n.target is _DROPOUT] if fast_rng else []
+        self.draws = len(dropouts)
+        self._mask_bytes = sum(count_of(n.meta["val"][0]) for n in dropouts)
+        self._drawn: dict[int, Tensor] | None = None
+        self._unbounded: dict[bool, Schedule] = {}
+        self._widened: dict[str, Widened] = {}
 
-    def _wanted(self) -> list[fx.Node]:
-        grads = [g for update in self.updates for g in _grads(update)]
-        return [*grads, *self._outputs.values(), *self._written.values()]
+    @property
+    def result_bytes(self) -> int:
+        """What everything that the step makes takes, in its own precision and one higher."""
+        return sum(self._whole(wide=wide).kept_bytes for wide in (False, True))
 
-    @cached_property
-    def needs(self) -> int:
-        """Bytes that the captured graph takes when it runs: an upper bound of what a plan does."""
-        return bytes_of(self.tg.nodes(), self._wanted())
+    def _whole(self, *, wide: bool) -> Schedule:
+        """The evaluation where memory is plenty: planned once."""
+        if wide not in self._unbounded:
+            self._unbounded[wide] = schedule(self.tg.nodes(), self._wanted, wide=wide)
+        return self._unbounded[wide]
+
+    def schedule(self, budget: int | None, keep: int | None, *, wide: bool) -> Schedule:
+        """How everything that the step makes is evaluated within `budget` bytes.
+
+        keep: bytes of results that may stay on the device at the end.
+        """
+        whole = self._whole(wide=wide)
+        fits = budget is None or whole.peak_bytes <= budget
+        if fits and (keep is None or whole.kept_bytes <= keep):
+            return whole
+        return schedule(self.tg.nodes(), self._wanted, wide=wide, budget=budget, keep=keep)
 
     def params(self, update: int) -> list[str]:
         """Names of the parameters of one update, in its order."""
@@ -94,18 +115,24 @@ class CapturedStep:
 
     # -- running ------------------------------------------------------------------------------
 
-    def run(self, args: Sequence[Any], *, wide: bool) -> Results:
+    @contextmanager
+    def sharing_masks(self, room: Room) -> Iterator[None]:
+        """Within the block each dropout mask is drawn once for all runs, where there is room."""
+        self._drawn = {} if room.take(self._mask_bytes) else None
+        try:
+            yield
+        finally:
+            self._drawn = None
+
+    def run(self, args: Sequence[Any], *, wide: bool, on_host: bool = False) -> Results:
         """Everything that the step makes, by ATen; nothing is written.
 
-        wide: one precision higher than the graph says. Results stay on the device as far as half
-        of what is free there, beyond what the plan itself will need. Raises OutOfMemoryError.
+        wide: one precision higher than the graph says. on_host: where the results wait. Takes half
+        of what is free on the device at most, but for one operator. Raises OutOfMemoryError.
         """
         free = free_bytes(device_of(args))
-        keep = budget = None
-        if free is not None:
-            budget, keep = int(SHARE * free), int(SHARE / 2 * max(free - self.needs, 0))
-        wanted = self._wanted()
-        plan = schedule(self.tg.nodes(), wanted, wide=wide, budget=budget, keep=keep)
+        budget = None if free is None else int(SHARE * free)
+        plan = self.schedule(budget, 0 if on_host else None, wide=wide)
         with _same_draws(args):
             values = evaluate(plan, self._given(args), self._runner(wide))
         return self._results(lambda node: values[node])
@@ -115,8 +142,11 @@ class CapturedStep:
         return {**given, **constants(self.tg.gm)}
 
     def _runner(self, wide: bool) -> Run:
-        run = Widened(self.boundary) if wide else natively
-        return _with_masks(run, _behind(self._wanted())) if self._fast_rng else run
+        run: Run = natively
+        if wide:  # what runs wide depends on whether products may be in TF32
+            precision = torch.get_float32_matmul_precision()
+            run = self._widened.setdefault(precision, Widened(self.boundary))
+        return _with_masks(run, self._live, self._drawn) if self._fast_rng else run
 
     def _results(self, of: Callable[[fx.Node], Tensor]) -> Results:
         return Results(
@@ -144,7 +174,7 @@ class CapturedStep:
         if self.shadow is None:
             return None
         with _same_draws(args):
-            seen = self.shadow.look(copy)
+            seen = self.shadow.look(copy, self._drawn)
         if seen.draws != self.draws or len(seen.gradients) != len(self.updates):
             return None
         results = Results()
@@ -248,13 +278,14 @@ def _alike(value: Any, node: fx.Node) -> bool:
     return (tuple(value.shape), value.dtype) == (tuple(like.shape), like.dtype)
 
 
-def _with_masks(run: Run, live: set[fx.Node]) -> Run:
+def _with_masks(run: Run, live: set[fx.Node], drawn: dict[int, Tensor] | None) -> Run:
     """Dropout by the program's masks; a dropout that nothing reads draws none."""
-    masks = Masks()
+    masks = Masks(drawn=drawn)
 
     def masked(node: fx.Node, env: Environment) -> Any:
-        training = len(node.args) < 3 or node.args[2] is not False
-        if node.target is not _DROPOUT or not training or node not in live:
+        if node.target is not _DROPOUT or node not in live:
+            return run(node, env)
+        if len(node.args) > 2 and node.args[2] is False:
             return run(node, env)
         arguments: Any = node.args
         return masks.scaled(env[arguments[0]], float(arguments[1]))

@@ -25,13 +25,19 @@ def losses(outputs: Iterable[Any]) -> list[Tensor]:
 
 def all_finite(tensors: Iterable[Tensor]) -> bool:
     """Whether every element of every floating tensor is finite; waits for the device once."""
-    found = [t.detach() for t in tensors if t.is_floating_point() and t.numel()]
-    for device in {t.device for t in found}:
-        here = [t for t in found if t.device == device]
-        sums = torch.stack([n.double() for n in torch._foreach_norm(here, 1)])
+    alike: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    for tensor in tensors:
+        if tensor.is_floating_point() and tensor.numel():
+            alike.setdefault((tensor.device, tensor.dtype), []).append(tensor.detach())
+    by_device: dict[torch.device, list[Tensor]] = {}
+    for (device, _), found in alike.items():
+        by_device.setdefault(device, []).append(torch.stack(torch._foreach_norm(found, 1)).double())
+    for device, sums in by_device.items():
+        here = (t for (place, _), found in alike.items() if place == device for t in found)
         # a sum of huge numbers may overflow by itself: only then is each element looked at
-        if not bool(sums.isfinite().all()) and not all(bool(t.isfinite().all()) for t in here):
-            return False
+        if not bool(torch.cat(sums).isfinite().all()):
+            if not all(bool(t.isfinite().all()) for t in here):
+                return False
     return True
 
 

@@ -65,8 +65,13 @@ class UpdateCall:
 
     def prepare(self, params: Sequence[Tensor]) -> list[tuple[Path, Variant]]:
         """Find the parameters' state and lower their buckets; returns what is to be compiled."""
-        self.indices = tuple(self.handle.index_of(p) for p in params)
+        indices = tuple(self.handle.index_of(p) for p in params)
+        known, self.indices = indices == self.indices, indices
         if self.by_torch:
+            return []
+        if known and self.buckets:
+            for index in indices:  # a call that failed has taken back what it made
+                self.handle.make_state(index)
             return []
         gradients: Any = self.node.args[1]
         dtypes = [g.meta["val"].dtype for g in gradients]
@@ -114,11 +119,6 @@ class UpdateCall:
         """Remember the state's tensors; at a capture."""
         if not self.by_torch:
             self._watch = self.handle.watch_state()
-
-    @property
-    def kernel_keys(self) -> set[str]:
-        """Keys of the kernels in use."""
-        return {b.kernel.key for b in self.buckets if b.kernel is not None}
 
     def after(self) -> None:
         """Bring the host's view of the step up to date; after each execution or replay."""

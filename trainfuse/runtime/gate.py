@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, fx
 
-from autodiff.mismatch import mismatch
+from autodiff.mismatch import WORKING_BYTES, mismatch
 from autodiff.reference import Environment
 from trainfuse.runtime import ties
 from trainfuse.runtime.fallback import Boundary
@@ -95,6 +95,13 @@ def _evaluated(
     keep = None if budget is None else budget // 4
     plan = schedule(nodes, wanted, wide=wide, budget=budget, keep=keep)
     return evaluate(plan, env, Widened(Boundary()) if wide else natively)
+
+
+def bytes_to_check(group: FusionGroup) -> int:
+    """The least that a check of its kernel takes: its widest operator, and its results twice."""
+    widest = schedule(group.nodes, group.outputs, wide=True, budget=0, keep=0).peak_bytes
+    results = schedule(group.nodes, group.outputs, wide=False).kept_bytes
+    return widest + 2 * results + WORKING_BYTES
 
 
 def group_environment(group: FusionGroup, inputs: Sequence[Tensor]) -> dict[fx.Node, Tensor]:

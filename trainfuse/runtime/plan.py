@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
 from torch import Tensor, fx
@@ -23,8 +23,10 @@ from trainfuse.runtime.cuda_graph import (
     why_not,
 )
 from trainfuse.runtime.foreach import UpdateCall
+from trainfuse.runtime.gate import Gate, bytes_to_check
 from trainfuse.runtime.program import Program, RuntimeOptions, build_program
 from trainfuse.runtime.reference import bytes_of
+from trainfuse.runtime.room import EVERYTHING, device_of, empty, free_bytes
 from trainfuse.runtime.snapshot import Snapshot, entries_restored_on_failure
 
 if TYPE_CHECKING:
@@ -35,8 +37,11 @@ if TYPE_CHECKING:
 
 CudaGraphMode = Literal["auto", "require", "off"]
 Look = Callable[[Snapshot], Callable[[Sequence[Any], Sequence[Any]], None]]
+T = TypeVar("T")
 _MAX_CAPTURES = 8
-_log = get_logger("cuda_graph")
+_UNUSABLE = 1.125
+"""Memory that a step's values take of an allocator, of their own bytes."""
+_log, _gate_log = get_logger("cuda_graph"), get_logger("gate")
 
 
 def _look_at_nothing(_: Snapshot) -> Callable[[Sequence[Any], Sequence[Any]], None]:
@@ -86,6 +91,8 @@ class Plan:
         self._uploads = {i: uploads[n] for i, n in enumerate(placeholders) if n in uploads}
         self._device = _cuda_device(tg)
         self._replay: Replay | None = None
+        self._step_bytes: int | None = None
+        self.tight = False
         self.stats = PlanStats()
         self.calls_since_check = self._captures_since_check = 0
         reason = no_graph_because or ("it is off" if cuda_graph == "off" else self._why_not())
@@ -118,7 +125,8 @@ class Plan:
             if self.checks is not None:
                 outputs = self.checks(self, args)
             else:
-                outputs = self.first(args) if self.calls_since_check == 0 else self.later(args)
+                first = self.calls_since_check == 0
+                outputs = self.roomy(lambda: self.first(args)) if first else self.later(args)
         self.stats.calls += 1
         self.calls_since_check += 1
         for update in self.program.updates.values():
@@ -130,14 +138,24 @@ class Plan:
         return self._graphed(args) if self._wanted else self.program(args)
 
     def verify_next(self) -> None:
-        """Gate every kernel again at the next call, which then runs without the CUDA graph."""
-        if self.options.gate is not None:
-            self.options.gate.passed -= {c.kernel.key for c in self.program.groups.values()}
-            for update in self.program.updates.values():
-                self.options.gate.passed -= update.kernel_keys
+        """Make the next call a first call: undone should it fail, and without the CUDA graph.
+
+        Kernels keep the verdicts that they have.
+        """
         self.drop_replay()
-        self.program = self._build()
         self.calls_since_check = self._captures_since_check = 0
+
+    @contextlib.contextmanager
+    def suspecting(self) -> Iterator[None]:
+        """Within the block every kernel is compared at each call, whatever passed before."""
+        suspects = [*self.program.groups.values()]
+        for call in suspects:
+            call.suspected_by = Gate()
+        try:
+            yield
+        finally:
+            for call in suspects:
+                call.suspected_by = None
 
     def close(self) -> None:
         """Free the CUDA graph and its memory."""
@@ -163,10 +181,10 @@ class Plan:
         look: called with the snapshot before the step, and its result with what the step made
         after it; either may raise.
         """
-        needed = 0 if self._device is None else self._needs()
-        with entries_restored_on_failure(self._handles.values()):
+        with entries_restored_on_failure(self._handles.values()), self._insisting():
             params = self._prepare(args)
-            with Snapshot(self.written(args), params, needed).restored_on_failure() as saved:
+            snapshot = Snapshot(self.written(args), params, self.needed(args))
+            with snapshot.restored_on_failure() as saved:
                 judge = look(saved)
                 outputs = self._run_aside(args) if self._wanted else self.program(list(args))
                 judge(args, outputs)
@@ -189,15 +207,59 @@ class Plan:
             found += self._params_of(update, values) + update.state()
         return found
 
-    def _needs(self) -> int:
-        """Bytes that a step takes, if nothing is fused."""
-        made = [n for n in self.tg.output_nodes if isinstance(n, fx.Node)]
-        effects = (n for n in self.tg.nodes() if ops.lookup(n.target).kind == "effect")
-        return bytes_of(self.tg.nodes(), [*made, *(g for n in effects for g in n.args[1])])  # type: ignore[union-attr]  # the gradients, by the operator's schema
+    def roomy(self, call: Callable[[], T]) -> T:
+        """A checked call; should memory run out, the same again with what checks hold on the host.
+
+        The first attempt insists on every comparison, the second does without where it must.
+        """
+        assert not self.tight, "one attempt in little memory is enough"
+        try:
+            return call()
+        except torch.OutOfMemoryError:
+            _gate_log.info("a checked call ran out of memory: once more, in less", exc_info=True)
+        empty()  # not in the handler: the exception holds what the attempt has allocated
+        self.tight = True
+        try:
+            return call()
+        finally:
+            self.tight = False
+
+    @contextlib.contextmanager
+    def _insisting(self) -> Iterator[None]:
+        calls = [*self.program.groups.values()]
+        for call in calls:
+            call.insists = not self.tight
+        try:
+            yield
+        finally:
+            for call in calls:
+                call.insists = False
+
+    def needed(self, args: Sequence[Any]) -> int:
+        """Bytes of the device to leave free for a checked call, beside what its checks keep.
+
+        The step if nothing is fused, the kernel whose check takes most, and a share for memory that
+        is free in pieces too small to use.
+        """
+        if free_bytes(device_of(args)) is None:
+            return 0
+        if self.tight:
+            return EVERYTHING
+        if self._step_bytes is None:
+            made = [n for n in self.tg.output_nodes if isinstance(n, fx.Node)]
+            effects = (n for n in self.tg.nodes() if ops.lookup(n.target).kind == "effect")
+            grads = [g for n in effects for g in n.args[1]]  # type: ignore[union-attr]  # by the operator's schema
+            self._step_bytes = bytes_of(self.tg.nodes(), [*made, *grads])
+        gate = self.options.gate
+        passed = set() if gate is None else gate.passed
+        calls = {c.kernel.key: c for c in self.program.groups.values()} if gate else {}
+        checks = (bytes_to_check(c.group) for key, c in calls.items() if key not in passed)
+        return int(_UNUSABLE * self._step_bytes) + max(checks, default=0)
 
     def run_instead(self, tg: TrainingGraph, because: str) -> None:
         """Run another graph, with the same inputs and results, by ATen from now on."""
         self.tg, self._plan, self._kernels = tg, None, {}
+        self._step_bytes = None
         self.options = replace(self.options, backend="eager")
         self._rebuild(because)
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, fx
 
 from autodiff import ops
-from autodiff.reference import Environment, run_nodes
+from autodiff.reference import Environment, run_node
 from trainfuse.log import get_logger, say_once
 from trainfuse.runtime.fallback import Boundary, first_line
 from trainfuse.runtime.memory import is_view
@@ -43,12 +43,15 @@ class Schedule:
     actions: "run" a node, "drop" a value, "spill" it to the host, "fetch" it back. wide: every
     value is held one precision higher than the graph says (fp32 for halves, fp64 for fp32).
     peak_bytes: values held on the device, with the operands and the result of the node that runs.
+    kept_bytes: results that stay on the device. views: nodes that only show values, and whose.
     """
 
     actions: tuple[tuple[Verb, fx.Node], ...]
+    views: Mapping[fx.Node, Collection[fx.Node]]
     wanted: tuple[fx.Node, ...]
     wide: bool
     peak_bytes: int
+    kept_bytes: int
 
 
 def schedule(
@@ -74,32 +77,24 @@ def evaluate(plan: Schedule, given: Environment, run: Run) -> Environment:
     given: values of what the nodes read from outside. run: evaluates one node. Returns the wanted
     values, in memory of their own, on the device or the host.
     """
-    values: Environment = dict(given)
-    own = {t.untyped_storage().data_ptr() for t in given.values() if isinstance(t, Tensor)}
-    homes: dict[fx.Node, torch.device] = {}
+    values = _Values(given, run, plan)
     with torch.no_grad():
         for verb, node in plan.actions:
             match verb:
                 case "run":
-                    _store(values, node, run(node, _reads(values, node, run)), plan.wide)
+                    values.make(node)
                 case "drop":
-                    del values[node]
+                    values.drop(node)
                 case "spill":
-                    homes[node] = values[node].device
-                    values[node] = to_host(values[node])
+                    values.spill(node)
                 case "fetch":
-                    values[node] = to_device(values[node], homes[node])
-        results: Environment = {}
-        for node in plan.wanted:
-            value = _value(values, node, run)
-            shares = isinstance(value, Tensor) and value.untyped_storage().data_ptr() in own
-            results[node] = value.clone() if shares else value
-    return results
+                    values.fetch(node)
+        return {node: values.own(node) for node in plan.wanted}
 
 
 def natively(node: fx.Node, env: Environment) -> Any:
     """One node, as the graph says."""
-    return run_nodes([node], env)[node]
+    return run_node(node, env)
 
 
 class Widened:
@@ -112,24 +107,34 @@ class Widened:
     def __init__(self, boundary: Boundary) -> None:
         self._boundary = boundary
         self._kept: set[str] = set()
+        self._dtypes: dict[fx.Node, torch.dtype | None] = {}
 
     def __call__(self, node: fx.Node, env: Environment) -> Any:
         """The node's value; an operator that fails in the wider type is named once."""
-        if node.target is operator.getitem:
-            return natively(node, env)
-        name = ops.op_name(node.target)
-        if name not in self._kept and not _keeps_precision(node):
-            dtype = computing_dtype(node)
-            made = self._boundary.attempt(lambda: run_nodes([node], env, dtype=dtype)[node], "step")
+        if node not in self._dtypes:
+            self._dtypes[node] = self._computing(node)
+        dtype = self._dtypes[node]
+        if dtype is not None:
+            made = self._boundary.attempt(lambda: run_node(node, env, dtype), "step")
             if not isinstance(made, str):
                 return made
+            name = ops.op_name(node.target)
             self._kept.add(name)
+            self._dtypes.clear()
             say_once(
                 "gate",
                 f"own precision {name}",
                 f"{name} stays in its own precision in the fp64 reference: {first_line(made, 80)}",
             )
+        if node.target is operator.getitem:
+            return natively(node, env)
         return natively(node, {n: _narrow(v, n.meta.get("val", v)) for n, v in env.items()})
+
+    def _computing(self, node: fx.Node) -> torch.dtype | None:
+        """The type to compute a node in; None for its own."""
+        if node.target is operator.getitem or ops.op_name(node.target) in self._kept:
+            return None
+        return None if _keeps_precision(node) else computing_dtype(node)
 
 
 def computing_dtype(node: fx.Node) -> torch.dtype:
@@ -193,30 +198,87 @@ def _reads_of(node: fx.Node) -> set[fx.Node]:
     return {found for read in node.all_input_nodes for found in sources(read)}
 
 
-def _value(values: Environment, node: fx.Node, run: Run) -> Any:
-    if node in values or _owns(node):
-        return values[node]
-    return run(node, _reads(values, node, run))
+class _Values:
+    """What an evaluation holds; views of it are kept as long as what they show."""
+
+    def __init__(self, given: Environment, run: Run, plan: Schedule) -> None:
+        self._values: Environment = dict(given)
+        self._run, self._wide, self._sources = run, plan.wide, plan.views
+        self._given = {_memory(t) for t in given.values() if isinstance(t, Tensor)}
+        self._views: dict[fx.Node, list[fx.Node]] = {}
+        self._homes: dict[fx.Node, torch.device] = {}
+
+    def make(self, node: fx.Node) -> None:
+        """Evaluate a node and hold its result; several results part by part."""
+        made = self._run(node, self._reads(node))
+        if not isinstance(made, list | tuple):
+            self._values[node] = self._held(made, node)
+            return
+        for user in node.users:
+            index: Any = user.args[1]
+            self._values[user] = self._held(made[index], user)
+
+    def drop(self, node: fx.Node) -> None:
+        """Forget a value."""
+        self._forget_views(node)
+        del self._values[node]
+
+    def spill(self, node: fx.Node) -> None:
+        """Move a value to the host."""
+        self._forget_views(node)
+        self._homes[node] = self._values[node].device
+        self._values[node] = to_host(self._values[node])
+
+    def fetch(self, node: fx.Node) -> None:
+        """Bring it back."""
+        self._forget_views(node)
+        self._values[node] = to_device(self._values[node], self._homes[node])
+
+    def own(self, node: fx.Node) -> Any:
+        """A result, in memory that nothing given shares."""
+        value = self._value(node)
+        shares = isinstance(value, Tensor) and _memory(value) in self._given
+        return value.clone() if shares else value
+
+    def _forget_views(self, node: fx.Node) -> None:
+        for view in self._views.pop(node, ()):
+            self._values.pop(view, None)
+
+    def _reads(self, node: fx.Node) -> Environment:
+        values = self._values
+        return {n: values[n] if n in values else self._value(n) for n in node.all_input_nodes}
+
+    def _value(self, node: fx.Node) -> Any:
+        if node in self._values or node not in self._sources:
+            return self._values[node]
+        reads = self._reads(node)
+        if not _shows(node):
+            return self._run(node, reads)
+        # a view computes nothing: what it shows need not be converted, which would copy all of it
+        value = natively(node, reads)
+        bases = {_memory(v) for v in reads.values() if isinstance(v, Tensor)}
+        if isinstance(value, Tensor) and _memory(value) in bases:
+            self._values[node] = value
+            for source in self._sources[node]:
+                self._views.setdefault(source, []).append(node)
+        return value
+
+    def _held(self, made: Any, node: fx.Node) -> Any:
+        """A result in the element type that it is held in."""
+        like = node.meta.get("val")
+        if not self._wide or not isinstance(made, Tensor) or not isinstance(like, Tensor):
+            return made
+        return made.to(_WIDER.get(like.dtype, like.dtype))
 
 
-def _reads(values: Environment, node: fx.Node, run: Run) -> Environment:
-    return {read: _value(values, read, run) for read in node.all_input_nodes}
+def _shows(node: fx.Node) -> bool:
+    """Whether a view is of its operand's element type."""
+    values = [n.meta.get("val") for n in (node, *node.all_input_nodes)]
+    return len({value.dtype for value in values if isinstance(value, Tensor)}) == 1
 
 
-def _store(values: Environment, node: fx.Node, made: Any, wide: bool) -> None:
-    """Keep a node's result in the element type that it is held in; several results part by part."""
-    if not isinstance(made, list | tuple):
-        values[node] = _held(made, node.meta.get("val"), wide)
-        return
-    for user in node.users:
-        index: Any = user.args[1]
-        values[user] = _held(made[index], user.meta.get("val"), wide)
-
-
-def _held(made: Any, like: Any, wide: bool) -> Any:
-    if not wide or not isinstance(made, Tensor) or not isinstance(like, Tensor):
-        return made
-    return made.to(_WIDER.get(like.dtype, like.dtype))
+def _memory(value: Tensor) -> int:
+    return value.untyped_storage().data_ptr()
 
 
 # -- planning -----------------------------------------------------------------------------------
@@ -229,6 +291,7 @@ class _Planner:
         self.wanted, self.wide = wanted, wide
         needed = _needed(nodes, wanted)
         self.steps = [n for n in nodes if n in needed and _owns(n) and not _is_part(n)]
+        self.views = {n: sources(n) for n in needed if not _owns(n)}
         self.results = {found for node in wanted for found in sources(node)}
         self.reads: dict[fx.Node, list[int]] = {}
         for i, node in enumerate(self.steps):
@@ -262,7 +325,8 @@ class _Planner:
                         self.actions.append(("drop", value))
                         self.held -= self.here.pop(value)
         self._make_room(_NEVER if keep is None else keep, len(self.steps), ())
-        return Schedule(tuple(self.actions), self.wanted, self.wide, self.peak)
+        actions = tuple(self.actions)
+        return Schedule(actions, self.views, self.wanted, self.wide, self.peak, self.held)
 
     def _make_room(self, limit: int, step: int, busy: Collection[fx.Node]) -> None:
         if self.held <= limit:
@@ -285,7 +349,7 @@ class _Planner:
 
     def _size(self, value: Tensor) -> int:
         dtype = _WIDER.get(value.dtype, value.dtype) if self.wide else value.dtype
-        return _count(value) * dtype.itemsize
+        return count_of(value) * dtype.itemsize
 
     def _working_bytes(self, node: fx.Node) -> int:
         """Operands and results in the type that a node computes in, where they are not held so."""
@@ -299,7 +363,7 @@ class _Planner:
                 given = n.op != "call_function"  # inputs come in the graph's own type
                 held = value.dtype if given else _WIDER.get(value.dtype, value.dtype)
                 if value.dtype.is_floating_point and used is not held:
-                    total += _count(value) * used.itemsize
+                    total += count_of(value) * used.itemsize
         return total
 
 
@@ -308,7 +372,8 @@ def _parts(node: fx.Node) -> list[fx.Node]:
     return list(node.users) if isinstance(node.meta.get("val"), list | tuple) else [node]
 
 
-def _count(value: Tensor) -> int:
+def count_of(value: Tensor) -> int:
+    """Elements of a tensor; of what the data decides, as if it were one."""
     count = 1
     for size in value.shape:
         if isinstance(size, int):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterable
 
 import torch
@@ -9,6 +10,8 @@ from torch import Tensor
 
 SHARE = 0.5
 """Of what is free: allocations of other sizes must find a place beside a check's."""
+EVERYTHING = 1 << 62
+"""More bytes than there are: for copies that are to wait on the host."""
 
 
 def free_bytes(device: torch.device) -> int | None:
@@ -25,28 +28,45 @@ def free_bytes(device: torch.device) -> int | None:
 class Room:
     """Bytes of a device that copies may take; what goes beyond them is kept on the host.
 
-    needed: bytes that something else is about to allocate there, and that must stay free.
+    needed: bytes that something else is about to allocate there, and that must stay free. wanted:
+    bytes of copies that are kept together: where they do not all fit, none stays on the device,
+    where each would break up the memory around it. `left` is None where there is no device.
     """
 
-    def __init__(self, device: torch.device, needed: int = 0) -> None:
+    def __init__(self, device: torch.device, needed: int = 0, wanted: int = 0) -> None:
         free = free_bytes(device)
         self.left = None if free is None else int(SHARE * max(free - needed, 0))
+        if self.left is not None and wanted > self.left:
+            self.left = 0
+
+    def take(self, size: int) -> bool:
+        """Whether so many bytes may be had; they are then no longer left."""
+        if self.left is None:
+            return True
+        fits = size <= self.left
+        self.left -= size if fits else 0
+        return fits
 
     def copy(self, tensor: Tensor) -> Tensor:
         """A copy of a tensor, on its device while there is room."""
         tensor = tensor.detach()
-        if self.left is None:
-            return tensor.clone()
-        size = tensor.numel() * tensor.element_size()
-        if size <= self.left:
+        if self.take(tensor.numel() * tensor.element_size()):
             try:
-                copied = tensor.clone()
+                return tensor.clone()
             except torch.OutOfMemoryError:
                 self.left = 0
-            else:
-                self.left -= size
-                return copied
         return to_host(tensor)
+
+
+def empty() -> None:
+    """Give back what nothing holds any more, after an attempt that ran out of memory."""
+    gc.collect()  # an exception's frames may hold tensors in cycles
+    torch.cuda.empty_cache()
+
+
+def bytes_of_tensors(tensors: Iterable[Tensor]) -> int:
+    """What copies of some tensors take."""
+    return sum(t.numel() * t.element_size() for t in tensors)
 
 
 def to_host(tensor: Tensor) -> Tensor:

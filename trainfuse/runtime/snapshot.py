@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from trainfuse.runtime.room import Room, device_of
+from trainfuse.runtime.room import Room, bytes_of_tensors, device_of
 
 if TYPE_CHECKING:
     from trainfuse.capture.optimizers import UpdateHandle
@@ -20,7 +20,7 @@ class Snapshot:
 
     tensors: everything that the step writes (parameters, buffers, optimizer state). params:
     tensors whose .grad is put back. needed: bytes that the step will allocate beside the copies,
-    which go to the host where that leaves no room for them on the device.
+    which go to the host where that leaves no room for all of them on the device.
     """
 
     def __init__(
@@ -28,7 +28,7 @@ class Snapshot:
     ) -> None:
         self._written = list({id(t): t for t in tensors}.values())
         self._params = list(params)
-        room = Room(device_of(self._written), needed)
+        room = Room(device_of(self._written), needed, bytes_of_tensors(self._written))
         self._saved = [room.copy(t) for t in self._written]
         self._place = {id(t): i for i, t in enumerate(self._written)}
         self._devices = sorted({t.device.index for t in self._written if t.device.type == "cuda"})

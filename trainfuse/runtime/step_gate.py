@@ -11,7 +11,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from autodiff.compare import TensorError, judge, luck, rms, rmse
+from autodiff.compare import TensorError, judge, luck, measure
 from autodiff.mismatch import wrong_integers
 from trainfuse.errors import GradientMismatch
 from trainfuse.log import get_logger
@@ -60,21 +60,29 @@ class StepGate:
     def __init__(self, captured: CapturedStep, *, strict: bool, factor: float = 2.0) -> None:
         self.captured, self.strict, self.factor = captured, strict, factor
 
-    def references(self, args: Sequence[Any]) -> References | None:
+    def references(
+        self, args: Sequence[Any], needed: int = 0, *, insist: bool = False
+    ) -> References | None:
         """What to compare with; None, and one line, when the device has no room for it.
 
-        Raises StepMismatch when the captured graph itself is wrong.
+        needed: bytes of the device that the step itself will take. insist: raise OutOfMemoryError
+        instead. Raises StepMismatch when the captured graph itself is wrong.
         """
         captured = self.captured
-        room = Room(device_of(args), captured.needs)
+        room = Room(device_of(args), needed, captured.result_bytes)
+        on_host = room.left == 0
         try:
-            native = self._eager(args, room)
-            exact = captured.run(args, wide=True)
-            if native is None:
-                return References(captured.run(args, wide=False), exact)
-            if self._suspicious(native, exact):
-                self._check_capture(native, captured.run(args, wide=False), exact)
+            with captured.sharing_masks(room):
+                native = self._eager(args, room)
+                exact = captured.run(args, wide=True, on_host=on_host)
+                if native is None:
+                    native = captured.run(args, wide=False, on_host=on_host)
+                elif self._suspicious(native, exact):
+                    own = captured.run(args, wide=False, on_host=on_host)
+                    self._check_capture(native, own, exact)
         except torch.OutOfMemoryError:
+            if insist:
+                raise
             _log.warning("the step was not compared: no memory for its reference")
             return None
         return References(native, exact)
@@ -94,11 +102,10 @@ class StepGate:
         for theirs, ours in _pairs(eager, exact):
             if theirs.keys() != ours.keys():
                 return True
-            sizes = {name: rms(ours[name]) for name in ours}
-            scale = max(sizes.values(), default=0.0)
-            for name, size in sizes.items():
-                if not rmse(theirs[name], ours[name]) <= share * size + _NOISE * scale:
-                    return True
+            figures = measure([(theirs[name], ours[name]) for name in ours])
+            scale = max((size for size, _ in figures), default=0.0)
+            if any(not error <= share * size + _NOISE * scale for size, error in figures):
+                return True
         return False
 
     def _check_capture(self, eager: Results, native: Results, exact: Results) -> None:

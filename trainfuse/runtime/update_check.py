@@ -3,20 +3,37 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from autodiff.compare import TensorError, judge, luck
+from autodiff.compare import TensorError, excess, luck, measure
+from trainfuse.runtime.room import SHARE, free_bytes
 
 if TYPE_CHECKING:
     from trainfuse.runtime.foreach import UpdateCall
 
 Tensors = dict[str, Tensor]
-_PIECE = 1 << 22
+Squares = dict[tuple[int, str], list[float]]
+"""By parameter and role: the sums of squares of the exact values, of torch's error and of ours."""
+_LEAST, _LARGEST = 1 << 14, 1 << 24
 """Elements that are updated at a time: an update works element by element."""
+_BYTES_PER_ELEMENT = 128
+"""What a reference takes at most: parameter, gradient and state of both precisions, and what is
+computed with them."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """A part of one parameter, flat: its position, and the values after and before the update."""
+
+    position: int
+    now: Tensors
+    before: Tensors
+    grad: Tensor
 
 
 def wrong_update(
@@ -32,60 +49,115 @@ def wrong_update(
     tensor held before. Learning rate, betas and step count are read from the optimizer, as torch's
     own step would read them.
     """
+    handle = call.handle
     for bucket in call.buckets:
+        device = params[bucket.positions[0]].device
+        steps = {p: handle.visible_step(call.indices[p]) for p in bucket.positions}
+        if "step" in bucket.template.written:
+            counted = handle.step_vector(device).tolist()
+            for position, step in steps.items():
+                now = counted[call.indices[position]]
+                if step is not None and now != step + 1:
+                    return position, TensorError("step", 0, abs(now - step - 1), 0.0, 2.0)
         written = [role for role in bucket.template.written if role != "step"]
-        for position in bucket.positions:
-            index = call.indices[position]
-            now = {role: call.handle.tensor(index, role) for role in written}
-            now["param"] = params[position]
-            before = {role: old(call.handle.params[index] if role == "param" else now[role])
-                      for role in written}  # fmt: skip
-            step = call.handle.visible_step(index)
-            for piece in _pieces(now, before, grads[position]):
-                error = _worst(call, index, step, *piece, factor=factor)
-                if error is not None:
-                    return position, error
-            if "step" in bucket.template.written:
-                counted = float(call.handle.tensor(index, "step"))
-                if step is not None and counted != step + 1:
-                    return position, TensorError("step", 0, abs(counted - step - 1), 0.0, 2.0)
+        squares: Squares = {}
+        for step in dict.fromkeys(steps.values()):
+            alike = [p for p in bucket.positions if steps[p] == step]
+            values = (_values(call, p, written, params[p], grads[p], old) for p in alike)
+            for batch in _batches(values, _elements(device)):
+                _add(call, step, batch, squares)
+        dtypes = {p: params[p].dtype for p in bucket.positions}
+        wrong = _worst(squares, dtypes, {p: params[p].numel() for p in bucket.positions}, factor)
+        if wrong is not None:
+            return wrong
     return None
 
 
-def _pieces(now: Tensors, before: Tensors, grad: Tensor) -> Iterator[tuple[Tensors, ...]]:
-    """(new values, old values, gradient), flat and a piece at a time, on the parameter's device."""
-    device = now["param"].device
-    flat = {("now", role): t for role, t in now.items()}
-    flat |= {("before", role): t for role, t in before.items()}
-    flat["grad", "grad"] = grad
-    parts = {key: t.detach().reshape(-1).split(_PIECE) for key, t in flat.items()}
-    for i in range(len(parts["grad", "grad"])):
-        piece = {key: part[i].to(device) for key, part in parts.items()}
-        yield tuple(
-            {role: t for (group, role), t in piece.items() if group == wanted}
-            for wanted in ("now", "before", "grad")
-        )
+def _elements(device: torch.device) -> int:
+    """How many elements have room for their reference."""
+    free = free_bytes(device)
+    room = _LARGEST if free is None else int(SHARE * free) // _BYTES_PER_ELEMENT
+    return max(min(room, _LARGEST), _LEAST)
+
+
+def _values(
+    call: UpdateCall,
+    position: int,
+    written: Sequence[str],
+    param: Tensor,
+    grad: Tensor,
+    old: Callable[[Tensor], Tensor],
+) -> _Piece:
+    index, handle = call.indices[position], call.handle
+    now = {role: handle.tensor(index, role) for role in written}
+    now["param"] = param
+    before = {r: old(handle.params[index] if r == "param" else now[r]) for r in written}
+    return _Piece(position, now, before, grad)
+
+
+def _batches(pieces: Iterable[_Piece], size: int) -> Iterator[list[_Piece]]:
+    """Pieces of at most `size` elements together: large parameters cut, small ones in company."""
+    batch: list[_Piece] = []
+    left = size
+    for whole in pieces:
+        flat = {role: t.detach().reshape(-1) for role, t in whole.now.items()}
+        before = {role: t.detach().reshape(-1) for role, t in whole.before.items()}
+        grad = whole.grad.detach().reshape(-1)
+        start = 0
+        while start < grad.numel():
+            part = slice(start, min(start + left, grad.numel()))
+            values = ({r: t[part] for r, t in group.items()} for group in (flat, before))
+            batch.append(_Piece(whole.position, *values, grad[part]))
+            left -= part.stop - start
+            start = part.stop
+            if not left:
+                yield batch
+                batch, left = [], size
+    if batch:
+        yield batch
+
+
+def _add(call: UpdateCall, step: float | None, batch: Sequence[_Piece], squares: Squares) -> None:
+    """Add what a batch makes up of each tensor's size and errors, squared."""
+    index = call.indices[batch[0].position]
+    device = batch[0].now["param"].device
+    roles = list(batch[0].now)
+    before = {r: torch.cat([piece.before[r].to(device) for piece in batch]) for r in roles}
+    grad = torch.cat([piece.grad.to(device) for piece in batch])
+    lengths = [piece.grad.numel() for piece in batch]
+    native, exact = (
+        {role: made[role].split(lengths) for role in roles}
+        for dtype in (None, torch.float64)
+        for made in [_by_torch(call, index, step, before, grad, dtype)]
+    )
+    places = [(i, role) for i in range(len(batch)) for role in roles]
+    figures = measure([(batch[i].now[r], native[r][i], exact[r][i]) for i, r in places])
+    for (i, role), found in zip(places, figures, strict=True):
+        sums = squares.setdefault((batch[i].position, role), [0.0, 0.0, 0.0])
+        squares[batch[i].position, role] = [
+            total + lengths[i] * figure * figure for total, figure in zip(sums, found, strict=True)
+        ]
 
 
 def _worst(
-    call: UpdateCall,
-    index: int,
-    step: float | None,
-    now: Tensors,
-    before: Tensors,
-    grad: Tensors,
-    *,
+    squares: Squares,
+    dtypes: Mapping[int, torch.dtype],
+    counts: Mapping[int, int],
     factor: float,
-) -> TensorError | None:
-    native, exact = (
-        _by_torch(call, index, step, before, grad["grad"], dtype) for dtype in (None, torch.float64)
-    )
-    room = factor * luck(grad["grad"].numel())
-    errors = [judge({r: now[r]}, {r: native[r]}, {r: exact[r]}, k=factor)[0] for r in now]
+) -> tuple[int, TensorError] | None:
+    """The first parameter that is wrong, by its worst tensor."""
+    found: dict[int, list[TensorError]] = {}
     # below the normal numbers a GPU may flush to zero
     tiny = torch.finfo(torch.float32).tiny
-    wrong = [e for e in errors if not (e.ratio <= room or e.ours < tiny)]
-    return max(wrong, key=lambda e: math.inf if math.isnan(e.ratio) else e.ratio, default=None)
+    for (position, role), sums in squares.items():
+        count = counts[position]
+        size, own, error = (math.sqrt(total / count) for total in sums)
+        ratio = excess(error, own, dtypes[position], size, size, factor)
+        if not (ratio <= factor * luck(count) or error < tiny):
+            found.setdefault(position, []).append(TensorError(role, 0, error, own, ratio))
+    for position, errors in found.items():
+        return position, max(errors, key=lambda e: math.inf if math.isnan(e.ratio) else e.ratio)
+    return None
 
 
 def _by_torch(
@@ -96,7 +168,7 @@ def _by_torch(
     grad: Tensor,
     dtype: torch.dtype | None,
 ) -> Tensors:
-    """One step of an optimizer of the user's class and options over one piece of one parameter."""
+    """One step of an optimizer of the user's class and options over flat pieces of parameters."""
     optimizer, group = call.handle.optimizer, call.handle.group_of(index)
     param = nn.Parameter(before["param"].to(dtype=dtype or before["param"].dtype, copy=True))
     param.grad = grad.to(param.dtype)
