@@ -298,7 +298,8 @@ class Plan:
             outputs = self.program(list(args))
         current.wait_stream(stream)
         for output in outputs:
-            if isinstance(output, Tensor):
+            # attention's seeds are on the host even where its fake values say otherwise
+            if isinstance(output, Tensor) and output.is_cuda:
                 output.record_stream(current)
         return outputs
 

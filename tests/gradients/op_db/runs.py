@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from tests.gradients.op_db.calls import Call, unseeded
+from tests.gradients.op_db.calls import FUSED_ATTENTION, Call, unseeded
 from tests.gradients.op_db.draws import Draws
 from trainfuse.testing.reference import double_precision, fused_masks
 from trainfuse.testing.trees import tensors
@@ -200,13 +200,6 @@ def train(step: Function, leaves: Sequence[Tensor], weights: Sequence[Tensor]) -
     )
 
 
-NO_FP64 = frozenset(
-    {torch.ops.aten._flash_attention_forward, torch.ops.aten._efficient_attention_forward}
-)
-"""Operators of which a GPU has no kernel for fp64. No kernel of ours takes their place either: what
-we give is to be what eager gives."""
-
-
 class _InTheirType(TorchFunctionMode):
     """Operators without fp64 run in the type that eager runs them in, amid a run in fp64.
 
@@ -224,7 +217,7 @@ class _InTheirType(TorchFunctionMode):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        if getattr(func, "overloadpacket", func) not in NO_FP64:
+        if getattr(func, "overloadpacket", func) not in FUSED_ATTENTION:
             return func(*args, **(kwargs or {}))
 
         def narrow(value: Tensor) -> Tensor:
