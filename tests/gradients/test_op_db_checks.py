@@ -111,7 +111,7 @@ def test_random_operators_give_the_reference_eager_s_numbers():
 def test_operator_without_fp64_gives_the_reference_eager_s_results(dtype, monkeypatch):
     """In either way of calling it; what surrounds it is in fp64. A result of ours may not err."""
     library = torch.ops.aten._softmax
-    monkeypatch.setattr(runs_module, "NO_FP64", frozenset({library}))
+    monkeypatch.setattr(runs_module, "FUSED_ATTENTION", frozenset({library}))
     x = torch.randn(5, 8).to(dtype).requires_grad_()
 
     def function(x: Tensor) -> Any:
