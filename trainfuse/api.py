@@ -25,7 +25,7 @@ from trainfuse.debug.explain import Explanation
 from trainfuse.errors import CaptureError, NotCompilable
 from trainfuse.fields import Settings
 from trainfuse.options import CUDA_GRAPH, MODE, VERIFY, CompileOptions, resolve
-from trainfuse.pipeline import Builder, PlanRecord, explain_plans
+from trainfuse.plans import Builder, PlanRecord, explain_plans
 
 Module = TypeVar("Module", bound=nn.Module)
 _log = log.get_logger("capture")

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 import trainfuse
 from autodiff.masks import Masks
-from trainfuse import pipeline
+from trainfuse import plans
 from trainfuse.capture.shadow import Shadow
 from trainfuse.runtime import reference, room
 from trainfuse.runtime.captured import CapturedStep
@@ -105,7 +105,7 @@ def test_the_step_gate_works_where_the_model_fills_the_card(
     step, batch = make(*size)
     used = peak_of(step, batch)
     small_card(used)
-    monkeypatch.setattr(pipeline, "GATE", Gate())
+    monkeypatch.setattr(plans, "GATE", Gate())
     spilled: list[int] = []
     for module in (reference, room):
         own = module.to_host

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 import trainfuse
 from tests.runtime.live import Live
-from trainfuse import pipeline
+from trainfuse import plans
 from trainfuse.runtime import captured, gate, plan, reference, room, update_check, update_trial
 from trainfuse.runtime.calls import GroupCall
 from trainfuse.runtime.foreach_launch import ForeachLauncher
@@ -31,7 +31,7 @@ FILLED, UNUSED = 0.7, 0.9
 @pytest.fixture(autouse=True)
 def fresh_gate(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing has passed yet, and every line may be said once more."""
-    monkeypatch.setattr(pipeline, "GATE", Gate())
+    monkeypatch.setattr(plans, "GATE", Gate())
     monkeypatch.setattr("trainfuse.log._said", set())
 
 

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 import trainfuse
 from tests.runtime.graphs import run_alone
-from trainfuse import pipeline
+from trainfuse import pipeline, plans
 from trainfuse.capture import optimizers, whole_step
 from trainfuse.runtime import finite, foreach, update_check
 from trainfuse.runtime.captured import CapturedStep
@@ -34,7 +34,7 @@ Step = Callable[..., Any]
 @pytest.fixture(autouse=True)
 def fresh_gate(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing has passed yet, and every line may be said once more."""
-    monkeypatch.setattr(pipeline, "GATE", Gate())
+    monkeypatch.setattr(plans, "GATE", Gate())
     monkeypatch.setattr("trainfuse.log._said", set())
 
 
@@ -167,7 +167,7 @@ def _once() -> Any:
 def test_a_wrong_result_is_seen_though_every_gradient_is_right(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    run = pipeline.run_passes
+    run = plans.run_passes
 
     def planted(graph: Any, facts: Any) -> Any:
         state = run(graph, facts)
@@ -185,7 +185,7 @@ def test_a_wrong_result_is_seen_though_every_gradient_is_right(
         return replace(state, graph=tg.replace(facts=facts_of), fusion=fusion)
 
     expected = train(trainfuse.compile(make()[1], backend="triton"))
-    monkeypatch.setattr(pipeline, "run_passes", planted)
+    monkeypatch.setattr(plans, "run_passes", planted)
     losses = train(trainfuse.compile(make()[1], backend="triton", verify="step"))
     assert "output 0" in warnings_of(caplog)[0]
     torch.testing.assert_close(losses, expected, rtol=1e-4, atol=1e-5)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import trainfuse
-from trainfuse import pipeline
+from trainfuse import pipeline, plans
 from trainfuse.runtime import captured, step_gate
 from trainfuse.runtime.gate import Gate
 
@@ -156,7 +156,7 @@ def test_where_nothing_may_fall_back_a_mismatch_raises_and_nothing_has_changed(
     how: dict[str, bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plant_in_pass(monkeypatch)
-    monkeypatch.setattr(pipeline, "refuse_unfused", lambda state: None)
+    monkeypatch.setattr(plans, "refuse_unfused", lambda state: None)
     model, step, x = make_step()
     before = {name: value.clone() for name, value in model.state_dict().items()}
     seed = torch.get_rng_state()

@@ -14,7 +14,8 @@ from trainfuse.debug.describe import Description, describe
 from trainfuse.debug.explain import Explanation, GroupRow, MemoryRow, NodeRow
 
 if TYPE_CHECKING:
-    from trainfuse.pipeline import PlanRecord, State
+    from trainfuse.pipeline import State
+    from trainfuse.plans import PlanRecord
 
 _FREE = frozenset({"view", "creation"})
 _NO_PLAN = "decided when the step runs"

@@ -13,7 +13,7 @@ from trainfuse import log
 from trainfuse.capture.regions import region_backend
 from trainfuse.capture.second_order import AGAIN
 from trainfuse.options import MODE, resolve
-from trainfuse.pipeline import Builder
+from trainfuse.plans import Builder
 
 
 def backend(
