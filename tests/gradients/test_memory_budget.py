@@ -85,7 +85,8 @@ NETS = {"dropped": dropped, "normed": normed}
         ("normed", "whole", "eager", 0.5),
         pytest.param("normed", "whole", "triton", 0.5, marks=pytest.mark.nightly),
         pytest.param("normed", "regions", "triton", 0.3, marks=pytest.mark.nightly),
-        pytest.param("dropped", "whole", "inductor", 0.5, marks=pytest.mark.nightly),
+        # masks that Inductor reads are eager's, which nothing makes again
+        pytest.param("dropped", "whole", "inductor", 0.65, marks=pytest.mark.nightly),
         pytest.param("normed", "whole", "inductor", 0.5, marks=pytest.mark.nightly),
     ],
 )
