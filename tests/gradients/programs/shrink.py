@@ -46,7 +46,7 @@ def shrink(program: Program, fails: Fails, seconds: float = 300.0) -> Program:
         tried.add(candidate)
         try:
             reference(candidate)
-        except Invalid:
+        except Exception:  # whatever it is: a candidate that eager can't run is no program
             return False
         return fails(candidate)
 
