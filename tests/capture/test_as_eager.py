@@ -87,3 +87,25 @@ def test_torchs_own_compiler_is_left_as_it_is() -> None:
         torch.randn(3, requires_grad=True)
     )
     assert op.py_kernels == before
+
+
+@pytest.mark.parametrize("used", [True, False])
+def test_a_value_with_history_over_an_input_without(used: bool) -> None:
+    """Stock AOTAutograd raises in the backward; ours runs such a region eagerly, and says so."""
+    weight = torch.nn.Parameter(torch.randn(4, 3))
+
+    def loss_of(x: Tensor) -> Tensor:
+        scaled = x.exp() * weight
+        x.mul_(scaled)  # from here on x has a history
+        return (x.square() + scaled if used else scaled).sum()
+
+    found = []
+    compiled = trainfuse.compile(loss_of, **OPTIONS)
+    for run in (loss_of, compiled):
+        x = torch.ones(4, 3)
+        loss = run(x)
+        (gradient,) = torch.autograd.grad(loss, weight)
+        found.append((loss.detach(), gradient, x.detach(), x.requires_grad))
+    for mine, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(mine, theirs)
+    assert any("needs no" in refusal.reason for refusal in compiled.explain().refusals)

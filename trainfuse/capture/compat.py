@@ -474,6 +474,24 @@ def written_inputs(count: int) -> set[int]:
     return {i - lifted for i, info in enumerate(facts.input_info) if info.mutates_data}
 
 
+def overwritten_with_history(examples: Sequence[Any]) -> bool:
+    """Whether the graph in hand writes a value that needs a gradient over an input that needs none.
+
+    AOTAutograd copies such a value into the input after the graph, where autograd then finds what
+    its backward was to read written over. Within AOTAutograd's compilers.
+    """
+    context = torch._guards.TracingContext.try_get()
+    facts = None if context is None else context.fw_metadata
+    if facts is None:
+        return False
+    infos = facts.input_info[len(facts.input_info) - len(examples) :]
+    return any(
+        info.mutates_data and info.requires_grad and not value.requires_grad
+        for info, value in zip(infos, examples, strict=True)
+        if isinstance(value, torch.Tensor)
+    )
+
+
 _PLAIN_REASONS = (
     ("data-dependent", "Python branches on, or reads back, a value computed in the step"),
     (".item()", "Python reads a value back from the device"),

@@ -24,6 +24,8 @@ from trainfuse.capture.second_order import Region, RegionFacts
 from trainfuse.capture.whole_step import Build
 from trainfuse.errors import TrainfuseError
 
+_HISTORY = "it writes a value that needs a gradient over an input that needs none"
+
 
 def region_backend(
     build: Build, joint_passes: Callable[..., Any], notice: Callable[[Refusal], None]
@@ -48,6 +50,8 @@ def region_backend(
         def compiler(kind: CaptureKind) -> Callable[..., Any]:
             def compile_(traced: fx.GraphModule, inputs: Sequence[Any]) -> Any:
                 known.derived = True
+                if kind == "forward" and compat.overwritten_with_history(examples):
+                    raise CaptureRefused(_HISTORY)
                 facts, values = [], []
                 for node, fake in zip(
                     traced.graph.find_nodes(op="placeholder"), inputs, strict=True
