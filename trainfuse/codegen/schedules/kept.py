@@ -14,7 +14,7 @@ from autodiff.ops import lookup
 from trainfuse.codegen import reductions
 from trainfuse.codegen.builder import Builder, Group
 from trainfuse.codegen.choices import Choice
-from trainfuse.codegen.ir import ArgRef, Barrier, Load, Module
+from trainfuse.codegen.ir import ArgRef, Load, Module
 from trainfuse.codegen.scalars import HALF
 from trainfuse.codegen.schedules import passes
 from trainfuse.codegen.schedules.common import (
@@ -135,12 +135,7 @@ def _keep(builder: Builder, node: fx.Node, count: int) -> None:
 
 def _pass(builder: Builder, col: TileAxis, number: int, step: Pass) -> None:
     """One level of reductions, or what the last one allows."""
-    for node in step.thin:
-        builder.store(node)
-    for red in step.picks:
-        reductions.pick(builder, red, "col")
-    if step.picks:
-        builder.body.append(Barrier("every warp has its element: it may be written over"))
+    step.begin(builder)
     if step.walks:
         builder.tile["col"] = replace(col, segments=col.segments[:1])
         for acc in step.accs:

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from torch import fx
 
 from trainfuse.codegen import reductions
-from trainfuse.codegen.builder import Group
+from trainfuse.codegen.builder import Builder, Group
+from trainfuse.codegen.ir import Barrier
 from trainfuse.codegen.reductions import Accumulator, Reduction
 from trainfuse.codegen.schedules.common import aligned, levels, own_axes, read_by
 from trainfuse.codegen.schedules.online import Pair, pairs
@@ -35,6 +36,15 @@ class Pass:
     def walks(self) -> bool:
         """Whether it goes over the row at all."""
         return bool(self.accs or self.both or self.wide)
+
+    def begin(self, builder: Builder) -> None:
+        """What comes before the walk: rows' own values, and single elements."""
+        for node in self.thin:
+            builder.store(node)
+        for red in self.picks:
+            reductions.pick(builder, red, "col")
+        if self.picks:
+            builder.body.append(Barrier("every warp has its element: it may be written over"))
 
     def read(self) -> list[fx.Node]:
         """Values that are computed in it."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 from trainfuse.codegen import reductions
 from trainfuse.codegen.builder import Builder, Group
 from trainfuse.codegen.choices import Choice, products
-from trainfuse.codegen.ir import Barrier, Loop, Module
+from trainfuse.codegen.ir import Loop, Module
 from trainfuse.codegen.schedules import kept, online, passes
 from trainfuse.codegen.schedules.ahead import Walk, ahead
 from trainfuse.codegen.schedules.common import (
@@ -236,12 +236,7 @@ def chunked(group: Group, target: Target, options: CodegenOptions, choice: Choic
     define_rows(builder, rank)
     back = False
     for step in plan:
-        for node in step.thin:
-            builder.store(node)
-        for red in step.picks:
-            reductions.pick(builder, red, "col")
-        if step.picks:
-            builder.body.append(Barrier("every warp has its element: it may be written over"))
+        step.begin(builder)
         if step.walks:
             walk(builder, step, back, early=choice.ahead is not False)
             back = not back
