@@ -130,6 +130,26 @@ def test_operator_without_fp64_gives_the_reference_eager_s_results(dtype, monkey
     assert problems(wrong, eager, exact)
 
 
+def test_operators_without_fp64_run_in_the_type_of_each(monkeypatch):
+    """In one pack with calls of other types, and several times in a call."""
+    library = torch.ops.aten._softmax
+    monkeypatch.setattr(runs_module, "FUSED_ATTENTION", frozenset({library}))
+    types = (torch.float32, torch.bfloat16, torch.float16, torch.bfloat16)
+    calls = [
+        call_of(
+            lambda x: library(x.sin(), 1, False), torch.randn(5, 8, dtype=t, requires_grad=True)
+        )
+        for t in types
+    ]
+    eager, exact = references(joined(calls))
+    for call, ours, theirs in zip(calls, eager.outputs, exact.outputs, strict=True):
+        narrow = call.leaves[0].dtype
+        wide = call.leaves[0].detach().double().sin().to(narrow)
+        assert theirs.equal(library(wide, 1, False).double())
+        assert ours.dtype is narrow
+    assert not problems(eager, eager, exact)
+
+
 def test_scattered_leaves_have_gaps_and_equal_elements():
     call = call_of(torch.add, leaf(3, 4), leaf(3, 4))
     apart = scattered(call)

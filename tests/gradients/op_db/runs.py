@@ -201,14 +201,15 @@ def train(step: Function, leaves: Sequence[Tensor], weights: Sequence[Tensor]) -
 
 
 class _InTheirType(TorchFunctionMode):
-    """Operators without fp64 run in the type that eager runs them in, amid a run in fp64.
+    """Operators without fp64 run in the types that eager ran them in, amid a run in fp64.
 
-    Operands that are as eager's give eager's results, whose error then counts as none.
+    Operands that are as eager's give eager's results, whose error then counts as none. types: those
+    of eager's run, call by call, which `recording` makes.
     """
 
-    def __init__(self, dtype: torch.dtype) -> None:
+    def __init__(self, types: list[torch.dtype], *, recording: bool) -> None:
         super().__init__()
-        self.dtype = dtype
+        self.types, self.recording, self.count = types, recording, 0
 
     def __torch_function__(
         self,
@@ -219,9 +220,13 @@ class _InTheirType(TorchFunctionMode):
     ) -> Any:
         if getattr(func, "overloadpacket", func) not in FUSED_ATTENTION:
             return func(*args, **(kwargs or {}))
+        if self.recording:
+            self.types.append(args[0].dtype)
+            return func(*args, **(kwargs or {}))
+        dtype, self.count = self.types[self.count], self.count + 1
 
         def narrow(value: Tensor) -> Tensor:
-            return value.to(self.dtype) if value.dtype is torch.float64 else value
+            return value.to(dtype) if value.dtype is torch.float64 else value
 
         def wide(value: Tensor) -> Tensor:
             return value.double() if value.is_floating_point() else value
@@ -232,21 +237,22 @@ class _InTheirType(TorchFunctionMode):
 
 @contextlib.contextmanager
 def world(
-    double: torch.dtype | None = None, draws: Draws | None = None, replay: bool = False
+    double: bool = False, draws: Draws | None = None, types: list[torch.dtype] | None = None
 ) -> Iterator[None]:
     """Where a reference runs: with the compiled program's dropout masks.
 
-    double: in fp64, instead of that type. draws: what random operators give is recorded there, or
-    taken from there.
+    double: in fp64. draws, types: what random operators give, and in which types those ran that
+    have no fp64, is recorded there, or taken from there in fp64.
     """
     with contextlib.ExitStack() as stack:
         stack.enter_context(unseeded())
         stack.enter_context(fused_masks())
-        if double is not None:
-            stack.enter_context(_InTheirType(double))  # the outer one: no cast of its own is lifted
+        if types is not None:  # outside the next: no cast of its own is lifted
+            stack.enter_context(_InTheirType(types, recording=not double))
+        if double:
             stack.enter_context(double_precision())
         if draws is not None:
-            stack.enter_context(draws.replayed() if replay else draws.recorded())
+            stack.enter_context(draws.replayed() if double else draws.recorded())
         yield
 
 
@@ -264,21 +270,16 @@ def _both(call: Call, run: Callable[[Sequence[Tensor], bool], Outcome]) -> tuple
     run again without it.
     """
     draws = Draws()
+    types: list[torch.dtype] = []
     own, again, wide = call.fresh(), call.fresh(), call.fresh(torch.float64)
-    with world(draws=draws):
+    with world(draws=draws, types=types):
         eager = run(own, False)
-    with world(double=_type_of(own), draws=draws, replay=True):
+    with world(double=True, draws=draws, types=types):
         exact = run(wide, True)
     if not draws.given:
         with world():
             eager = replace(run(again, False), traced=eager)
     return eager, exact
-
-
-def _type_of(leaves: Sequence[Tensor]) -> torch.dtype:
-    """The leaves' floating type."""
-    floating = (leaf.dtype.to_real() for leaf in leaves if leaf.requires_grad)
-    return next(floating, torch.float32)
 
 
 def spread(function: Function) -> Function:
