@@ -260,12 +260,15 @@ def test_unrelated_nodes_and_scalars_are_no_siblings() -> None:
     assert planned(siblings, [torch.tensor(1.0)], [])[1].groups == ()
 
 
-def test_siblings_that_share_only_a_vector_stay_apart() -> None:
+@pytest.mark.parametrize(("rows", "groups"), [(64, [4]), (1 << 16, [2, 2])])
+def test_siblings_that_share_only_a_vector_save_a_launch(rows: int, groups: list[int]) -> None:
+    """Which is worth it while they move little."""
+
     def fn(x: Tensor, y: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
         return torch.exp(x + b), torch.exp(y * b)
 
-    _, plan = planned(fn, randn((64, 32), (64, 32), (32,)), [])
-    assert [len(group.nodes) for group in plan.groups] == [2, 2]
+    _, plan = planned(fn, randn((rows, 64), (rows, 64), (64,)), [])
+    assert [len(group.nodes) for group in plan.groups] == groups
 
 
 def test_sibling_reductions_are_one_kernel() -> None:

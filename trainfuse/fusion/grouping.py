@@ -31,6 +31,8 @@ Supports = Callable[[fx.Node], str | None]
 # A read that siblings share must be this part of what the smaller one moves; less doesn't pay for
 # the registers that the other one takes.
 SIBLING_SHARE = 1 / 8
+# Bytes that move in the time of a launch more in a CUDA graph: what joining siblings saves, too.
+LAUNCH_BYTES = 2 << 20
 # Siblings further apart than this are left alone: one of the results would have to wait, in
 # memory, for what the other one needs.
 SIBLING_DISTANCE = 64
@@ -325,7 +327,8 @@ class _Grouping:
 
     def shares_enough(self, first: int, second: int) -> bool:
         shared = sum(map(value_bytes, self.whole_reads(first) & self.whole_reads(second)))
-        return shared >= SIBLING_SHARE * min(self.traffic(first), self.traffic(second))
+        smaller = min(self.traffic(first), self.traffic(second))
+        return shared + LAUNCH_BYTES >= SIBLING_SHARE * smaller
 
     def traffic(self, unit: int) -> int:
         """Bytes that a unit reads and writes."""
