@@ -5,6 +5,7 @@ With several operands a row or a column: in bands.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -31,7 +32,11 @@ from trainfuse.fusion.indirect import Lookup, parse
 
 TILE_REGISTERS = 96
 SMALLEST = 256  # elements a program, where there are fewer blocks than multiprocessors
-TILE = 64  # side of a transposing tile: whole 32-byte sectors both ways, even for bytes
+# Sides (y, x) and warps of a transposing tile: whole 32-byte sectors both ways, even for bytes. The
+# large one moves more a program, where programs are many and a thread has registers for it.
+TILE, LARGE_TILE = (32, 64, 8), (64, 128, 4)
+LARGE_PROGRAMS = 4  # a multiprocessor
+LARGE_REGISTERS = 256  # by live tiles; a thread takes a third of that
 MIN_RUN = 16  # elements that lie together at each place; fewer don't pay for a tile's masked lanes
 
 
@@ -41,9 +46,10 @@ LIKELY = (
     Choice(warps=4, block=2048),
     Choice(warps=8, block=2048),
     Choice(warps=4, rows=32, block=32),
-    Choice(warps=4, rows=32, block=64),
-    Choice(warps=4, rows=64, block=32),
+    Choice(warps=4, rows=64, block=64),
+    Choice(warps=8, rows=32, block=128),
     Choice(warps=8, rows=64, block=128),
+    Choice(warps=8, rows=128, block=128),
 )
 OTHERS = (
     *products(warps=(4, 8), block=(512, 1024, 2048, 4096, 8192)),
@@ -180,9 +186,9 @@ def tiled(
     domain = group.domain
     inner = order[-1]
     rest = tuple(axis for axis in order if axis not in (inner, other))
-    side = 128 if target.interpreted else TILE
-    x_block = min(choice.block or side, power_of_two(domain.sizes[inner]))
-    y_block = min(choice.rows or side, power_of_two(domain.sizes[other]))
+    height, width, warps = tile_sides(group, target, domain.sizes[other], domain.sizes[inner])
+    x_block = min(choice.block or width, power_of_two(domain.sizes[inner]))
+    y_block = min(choice.rows or height, power_of_two(domain.sizes[other]))
     x_mask = "x_mask" if domain.sizes[inner] % x_block else ""
     y_mask = "y_mask" if domain.sizes[other] % y_block else ""
     quad = f"tl.program_id(1) * {x_block // 4}" if x_block % 4 == 0 else None
@@ -216,4 +222,16 @@ def tiled(
             builder.store(node)
     doc = f"Tiled: {describe(group, nodes)}."
     grid = (y_tiles * axes[0].size, x_tiles, 1)
-    return Module((kernel(builder, "tiled_kernel", doc, grid, choice.warps or 4),))
+    return Module((kernel(builder, "tiled_kernel", doc, grid, choice.warps or warps),))
+
+
+def tile_sides(group: Group, target: Target, y_size: int, x_size: int) -> tuple[int, int, int]:
+    """(y, x) of a transposing tile, and its warps."""
+    if target.interpreted:
+        return 128, 128, 4
+    height, width, warps = LARGE_TILE
+    rest = math.prod(group.domain.sizes) // (y_size * x_size)
+    programs = rest * divide_up(y_size, height) * divide_up(x_size, width)
+    registers = live_tiles(group) * height * width // (32 * warps)
+    large = programs >= LARGE_PROGRAMS * target.num_sms and registers <= LARGE_REGISTERS
+    return LARGE_TILE if large else TILE
