@@ -5,15 +5,17 @@
     python -m benchmarks.memory --cpu               # every code path, tiny; no memory figures
 
 Eager, torch.compile, and trainfuse without a budget, with half and with a quarter of what its step
-needs with everything saved. Measured as benchmarks.steps measures, each case in a process of its
-own: `peak_gib` is what a contender makes the allocator reserve, with its model, optimizer state and
-graph pools; times are of interleaved rounds.
+needs with everything saved. Measured as benchmarks.steps measures: `peak_gib` is what a contender
+makes the allocator reserve, with its model, optimizer state and graph pools; times are of
+interleaved rounds. All plans of a process share one pool, so a second one of ours would be charged
+what it takes beyond the first: each has a process of its own, beside torch.compile.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,26 +23,18 @@ from benchmarks import contenders as field
 from benchmarks import steps
 from benchmarks.cases import full_cases
 from benchmarks.environment import describe, results_name
+from benchmarks.report import memory_table
 
 CASES = ("gpt2", "resnet50", "vit")
 CONTENDERS = ("eager", "compile", *field.BUDGETS)
 
 
-def table(rows: list[dict[str, Any]]) -> str:
-    """Markdown table: a line a case and contender, and both figures over torch.compile's."""
-    lines = [
-        "case | contender | peak GiB | of compile's | ms a step | of compile's",
-        "---|---|---:|---:|---:|---:",
-    ]
-    base = {row["case"]: row for row in rows if row["contender"] == "compile"}
-    for row in rows:
-        cells = [row["case"], row["contender"]]
-        for key in ("peak_gib", "ms"):
-            value, other = row[key], base.get(row["case"], {}).get(key)
-            cells.append("n/a" if value is None else f"{value:.4g}")
-            cells.append(f"{value / other:.2f}" if value and other else "n/a")
-        lines.append(" | ".join(cells))
-    return "\n".join(lines)
+def races(contenders: Sequence[str]) -> list[list[str]]:
+    """Contenders by process: one of ours in each, torch.compile beside it."""
+    ours = [name for name in contenders if name in field.BUDGETS]
+    others = [name for name in contenders if name not in field.BUDGETS]
+    beside = [name for name in others if name == "compile"]
+    return [others + ours[:1], *([*beside, name] for name in ours[1:])]
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
@@ -63,9 +57,13 @@ def main(arguments: list[str] | None = None) -> Path:
     options.out.mkdir(parents=True, exist_ok=True)
     path = options.out / results_name("memory", result["environment"])
     for case in options.cases:
-        result["rows"] += steps.in_own_process(case, options)
+        for names in races(options.contenders):
+            given = argparse.Namespace(**{**vars(options), "contenders": names})
+            known = {row["contender"] for row in result["rows"] if row["case"] == case}
+            rows = steps.in_own_process(case, given)
+            result["rows"] += [row for row in rows if row["contender"] not in known]
         path.write_text(json.dumps(result, indent=1) + "\n")  # kept even if a later case fails
-        print(table(result["rows"]), flush=True)
+        print(memory_table(result["rows"]), flush=True)
     print(f"written: {path}")
     return path
 

@@ -22,6 +22,18 @@ ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 COLUMNS = ("ms a step", "spread", "host ms", "peak GiB", "cold compile s", "gradient error")
 
+_STEPS = (
+    "Whole steps with their optimizer (AdamW; fused in eager and torch.compile), contenders "
+    "interleaved in one process; median of rounds."
+)
+_ERROR = (
+    "Gradient error: against fp64, over eager's own, the largest over tensors (2 is the limit)."
+)
+_BUDGET = (
+    "Peak: what the allocator reserved, with model, optimizer state and graph pools. After the "
+    "dash: `memory_budget`, of the step's own peak with everything saved."
+)
+
 Row = dict[str, Any]
 
 
@@ -52,6 +64,23 @@ def table(rows: list[Row]) -> str:
     return "\n".join(lines)
 
 
+def memory_table(rows: list[Row]) -> str:
+    """Markdown table: a line a case and contender, and both figures over torch.compile's."""
+    lines = [
+        "case | contender | peak GiB | of compile's | ms a step | of compile's",
+        "---|---|---:|---:|---:|---:",
+    ]
+    base = {row["case"]: row for row in rows if row["contender"] == "compile"}
+    for row in rows:
+        cells = [row["case"], row["contender"]]
+        for key in ("peak_gib", "ms"):
+            value, other = row[key], base.get(row["case"], {}).get(key)
+            cells.append("n/a" if value is None else f"{value:.4g}")
+            cells.append(f"{value / other:.2f}" if value and other else "n/a")
+        lines.append(" | ".join(cells))
+    return "\n".join(lines)
+
+
 def section(suite: str, result: dict[str, Any]) -> str:
     """One results file as the README shows it: conditions, table, set-ups."""
     if suite == "kernels":
@@ -59,16 +88,13 @@ def section(suite: str, result: dict[str, Any]) -> str:
     e = result["environment"]
     conditions = (
         f"{e['gpu']}, driver {e['driver']}, torch {e['torch']}, triton {e['triton']}, "
-        f"Python {e['python']}, commit {e['commit']}, {e['date']}."
+        f"Python {e['python']}, {kernel_report.measured_at(result)}, {e['date']}."
     )
     setups = {row["case"]: row["note"].split("; ")[0] for row in result["rows"]}
     notes = "\n".join(f"- `{case}`: {note}." for case, note in setups.items())
-    meaning = (
-        "Whole steps with their optimizer (AdamW; fused in eager and torch.compile), contenders "
-        "interleaved in one process; median of rounds. Gradient error: against fp64, over eager's "
-        f"own, the largest over tensors (2 is the limit). `python -m benchmarks.{suite}`"
-    )
-    return f"{conditions}\n{meaning}\n\n{table(result['rows'])}\n\n{notes}"
+    shown, more = (memory_table, _BUDGET) if suite == "memory" else (table, _ERROR)
+    meaning = f"{_STEPS} {more} `python -m benchmarks.{suite}`"
+    return f"{conditions}\n{meaning}\n\n{shown(result['rows'])}\n\n{notes}"
 
 
 def load(folder: Path = RESULTS) -> dict[str, list[dict[str, Any]]]:

@@ -117,12 +117,23 @@ def test_memory_races_the_budgets(tmp_path, monkeypatch, capsys):
     assert "trainfuse-0.25 | n/a | n/a" in capsys.readouterr().out
 
 
+def test_plans_of_ours_share_no_process_where_memory_is_measured():
+    """They would share a pool, and the second one's peak be what it adds."""
+    names = ["eager", "compile", "trainfuse", "trainfuse-0.5", "trainfuse-0.25"]
+    first, *more = memory.races(names)
+    assert first == ["eager", "compile", "trainfuse"]
+    assert more == [["compile", "trainfuse-0.5"], ["compile", "trainfuse-0.25"]]
+    assert memory.races(["compile"]) == [["compile"]]
+
+
 def test_memory_is_compared_with_torch_compile():
     rows = [
         {"case": "vit", "contender": name, "peak_gib": peak, "ms": ms}
         for name, peak, ms in (("compile", 8.0, 10.0), ("trainfuse-0.5", 2.0, 12.0))
     ]
-    assert memory.table(rows).splitlines()[-1] == "vit | trainfuse-0.5 | 2 | 0.25 | 12 | 1.20"
+    assert (
+        report.memory_table(rows).splitlines()[-1] == "vit | trainfuse-0.5 | 2 | 0.25 | 12 | 1.20"
+    )
 
 
 def test_the_headline_cases_are_as_published():
