@@ -273,6 +273,65 @@ def test_which_rows_are_kept() -> None:
     assert "lib.widen(" not in source(32000, lambda x: x.float().exp().sum(-1))
 
 
+SPLIT: dict[str, Spec] = {
+    "softmax": ("row", lambda x: F.softmax(x, 0), lambda: [randn(300, 40) * 9]),
+    "softmax of a middle axis": ("row", lambda x: F.softmax(x, 1), lambda: [randn(3, 200, 50)]),
+    "its backward": (
+        "row",
+        lambda g, y: y * g - y * (y * g).sum(0),
+        lambda: [randn(257, 33), randn(257, 33).softmax(0)],
+    ),
+    # a row of -inf is NaN everywhere; one with an inf, too
+    "infinite": (
+        "row",
+        lambda x: F.softmax(x, 0),
+        lambda: [
+            torch.where(torch.arange(8) == 3, -torch.inf, randn(300, 8)).index_put(
+                (torch.tensor([7, 8]), torch.tensor([1, 2])), torch.tensor([torch.inf, -torch.inf])
+            )
+        ],
+    ),
+    "NaN": (
+        "row",
+        lambda x: F.softmax(x, 0),
+        lambda: [torch.where(torch.arange(300 * 8).view(300, 8) == 777, torch.nan, randn(300, 8))],
+    ),
+    # of one element a row: before the reductions, after them, and themselves
+    "values of rows": (
+        "row",
+        lambda x, scale: (
+            scale.exp(),
+            x.amax(0),
+            (x - x.amax(0)).exp().sum(0).log() + x.amax(0) * scale,
+            F.softmax(x, 0),
+        ),
+        lambda: [randn(300, 40), randn(40)],
+    ),
+    "three levels": (
+        "row",
+        lambda x: (lambda y: (y / y.abs().amax(0)).exp())(x - x.mean(0)),
+        lambda: [randn(300, 40)],
+    ),
+    "variance": (
+        "row",
+        lambda x: (x - torch.var_mean(x, 0)[1]) * torch.rsqrt(torch.var_mean(x, 0)[0] + 1e-5),
+        lambda: [randn(301, 40) + 3],
+    ),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("name", SPLIT)
+def test_rows_side_by_side_in_parts(name: str, target: str, dtype: torch.dtype) -> None:
+    """Partial results of several programs and steps, of rows whose number divides nothing."""
+    _, fn, make = SPLIT[name]
+    choice = Choice(held=False, block=512 if target == "gpu" else None)
+    args = [value.to(dtype) for value in make()]
+    kernel = check(fn, args, table=NORMS, target=TARGETS[target], choice=choice)
+    assert [launch.function for launch in kernel.launches[:2]] == ["part_kernel", "merge_kernel"]
+
+
 MASKED: dict[str, Spec] = {
     "flat": ("keep_vector", lambda m, x: m * x, lambda: [randn(6, 64)]),
     # 396 divides by 4, but not by the block

@@ -248,3 +248,14 @@ def online_softmax(top, total, x, COARSE: tl.constexpr, keep_dims: tl.constexpr 
 def finish_softmax(top, total, keep_dims: tl.constexpr = False):
     """The row's sum; NaN for a row of -inf, as exp(-inf - -inf) is."""
     return tl.where(top == float("-inf"), float("nan"), reduce_sum(total, 0, keep_dims))
+
+
+@triton.jit
+def merge_softmax(top, total, keep_dims: tl.constexpr = False):
+    """(maximum, sum) of a row from those of its parts, of which some may be empty.
+
+    The sum is NaN for a row of -inf, as in finish_softmax.
+    """
+    peak = reduce_max(top, 0, keep_dims)
+    shift = tl.where(peak == float("-inf"), 0.0, peak)
+    return peak, finish_softmax(peak, total * libdevice.exp(top - shift), keep_dims)

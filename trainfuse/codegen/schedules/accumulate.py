@@ -42,7 +42,8 @@ class Plan:
     programs: how many share the rows. block: rows a step. name, doc: of the main kernel.
     grid_cols: programs along the columns. ahead: whether a step's rows are loaded during the one
     before. walked: one row at a time, read segment by segment, anew
-    for each level of its reductions: only accumulators are held.
+    for each level of its reductions: only accumulators are held. max_registers: that a thread of
+    the main kernel may take, where several programs are to share a multiprocessor.
     """
 
     programs: int
@@ -53,6 +54,7 @@ class Plan:
     grid_cols: int = 1
     ahead: bool = False
     walked: bool = False
+    max_registers: int | None = None
 
 
 def late_nodes(group: Group) -> tuple[list[fx.Node], list[fx.Node]]:
@@ -266,6 +268,7 @@ def build(
     for acc, states in finished:
         parts.store(builder, acc, states)
     main = kernel(builder, plan.name, plan.doc, grid, plan.warps)
+    main = replace(main, max_registers=plan.max_registers)
     return Module((main, tail(group, target, parts, late)), tuple(parts.workspaces))
 
 

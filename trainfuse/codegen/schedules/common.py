@@ -59,6 +59,22 @@ def read_by(group: Group, nodes: Iterable[fx.Node]) -> set[fx.Node]:
     return found
 
 
+def reductions_read_by(group: Group, nodes: Iterable[fx.Node]) -> set[fx.Node]:
+    """Reductions that values are made of, none by way of another."""
+    members, found = set(group.nodes), set[fx.Node]()
+    pending, seen = list(nodes), set[fx.Node]()
+    while pending:
+        node = pending.pop()
+        if node in seen or node not in members:
+            continue
+        seen.add(node)
+        if group.domain.reduced.get(node):
+            found.add(node)
+        else:
+            pending += node.all_input_nodes
+    return found
+
+
 def levels(nodes: list[fx.Node], reduced: frozenset[fx.Node]) -> dict[fx.Node, int]:
     """How many reductions in a row each node waits for."""
     found: dict[fx.Node, int] = {}

@@ -86,6 +86,22 @@ def keeping(builder: Builder) -> str:
     return ", True" if builder.rank > 1 else ""
 
 
+def partial(builder: Builder, pair: Pair) -> list[str]:
+    """Names of what a part of a row leaves: its maximum, and its sum."""
+    top, total = (builder.name_of(red.node) for red in pair)
+    text = reductions.lanes(builder, pair[1], f"{total}_run", 0)
+    builder.body.append(Reduce(f"{total}_all", text))
+    return [f"{top}_run", f"{total}_all"]
+
+
+def merge(builder: Builder, pair: Pair, parts: Sequence[str]) -> None:
+    """Give both nodes their values from those of a row's parts."""
+    names = [builder.name_of(red.node) for red in pair]
+    text = f"lib.merge_softmax({', '.join(parts)}{keeping(builder)})"
+    builder.body.append(Reduce(", ".join(names), text, "merge the parts"))
+    settle(builder, pair, names)
+
+
 def finish(builder: Builder, pair: Pair) -> None:
     """Give both nodes their values."""
     names = [builder.name_of(red.node) for red in pair]
@@ -98,6 +114,11 @@ def finish(builder: Builder, pair: Pair) -> None:
             op_name(pair[1].node.target),
         )
     )
+    settle(builder, pair, names)
+
+
+def settle(builder: Builder, pair: Pair, names: Sequence[str]) -> None:
+    """Say that both nodes' values have these names."""
     depth = len(builder.scopes) - 1
     for red, name in zip(pair, names, strict=True):
         builder.put(red.node, Value((name,), frozenset({"row"}), depth, red.dtype))

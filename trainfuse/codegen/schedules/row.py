@@ -10,7 +10,7 @@ from trainfuse.codegen import reductions
 from trainfuse.codegen.builder import Builder, Group
 from trainfuse.codegen.choices import Choice, products
 from trainfuse.codegen.ir import Loop, Module
-from trainfuse.codegen.schedules import kept, online, passes
+from trainfuse.codegen.schedules import kept, online, passes, split
 from trainfuse.codegen.schedules.ahead import Walk, ahead
 from trainfuse.codegen.schedules.common import (
     aligned,
@@ -86,6 +86,9 @@ def build(group: Group, target: Target, options: CodegenOptions, choice: Choice)
         return in_registers(group, target, choice)
     if choice.held is None and kept.why_not(group, kept.WARPS) is None and kept.pays(group):
         return kept.build(group, choice)
+    plan = passes.plan(group, needed(group), online=True)
+    if split.why_not(group, plan) is None:
+        return split.build(group, target, choice, plan)
     return chunked(group, target, options, choice)
 
 

@@ -29,6 +29,8 @@ FEW_WARPS = 8
 MOST_PER_SM = 8
 STRIP = 32  # rows of a step that lie side by side in memory: whole sectors of each operand
 FILE = 65536  # registers of a multiprocessor
+ALLOCATED = 8  # registers a thread that are taken together
+LEAST_REGISTERS = 64  # with fewer a norm backward spills
 ELEMENTS_A_SEGMENT = 8  # of a walked row, a thread
 WALKED_REGISTERS = 56  # beside the accumulators
 # Registers of a kernel, by the tiles that are alive: most are freed as soon as they are used.
@@ -84,7 +86,15 @@ def build(group: Group, target: Target, options: CodegenOptions, choice: Choice)
     prologue = column_definitions(group, tile[1], rank)
     doc = f"Rows and their columns: {describe(group, needed(group))}."
     ahead = bool(choice.ahead) and programs * rows < total
-    plan = accumulate.Plan(programs, rows, "row_column_kernel", doc, warps, ahead=ahead)
+    plan = accumulate.Plan(
+        programs,
+        rows,
+        "row_column_kernel",
+        doc,
+        warps,
+        ahead=ahead,
+        max_registers=shared_registers(target, warps, per_sm),
+    )
     return accumulate.build(group, target, tile, plan, prologue)
 
 
@@ -104,6 +114,16 @@ def strip_rows(group: Group, target: Target, held: int, live: int) -> int:
 def register_limit(target: Target, warps: int) -> int:
     """Registers a thread that a program of so many warps may take."""
     return min(target.max_registers, FILE // (32 * warps))
+
+
+def shared_registers(target: Target, warps: int, per_sm: int) -> int | None:
+    """Registers a thread that leave room for so many programs; None where they needn't be told.
+
+    The compiler takes what it can get, though it could do with less: programs that are meant to
+    run side by side would take turns. Those that have no room beside each other do.
+    """
+    limit = FILE // (32 * warps * per_sm) // ALLOCATED * ALLOCATED
+    return limit if LEAST_REGISTERS <= limit < target.max_registers else None
 
 
 def walked(group: Group, target: Target, choice: Choice) -> Module:
