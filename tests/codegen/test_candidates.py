@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 from codegen_support import error, reference, run_case, trace
@@ -94,6 +96,26 @@ def test_a_wide_row_is_walked_in_segments(rows: int, width: int) -> None:
     exact, eager = (reference(case, args, dtype) for dtype in (torch.float64, None))
     for ours, theirs, right in zip(run_case(case, args, kernel), eager, exact, strict=True):
         assert error(ours, right) <= 2 * error(theirs, right) + 1e-6
+
+
+@pytest.mark.parametrize("width", [512, 2104])
+@pytest.mark.parametrize("rows", [2, 7])
+def test_a_walked_row_of_halves_is_read_once(rows: int, width: int) -> None:
+    half = torch.bfloat16
+    args = [torch.randn(rows, width, dtype=half) for _ in range(2)]
+    args += [torch.randn(width), torch.rand(rows, 1)]
+    case = trace(norm_backward, args, TABLE)
+    kept = Choice(held=True, block=128)
+    kernel = lower_nodes(case.nodes, case.outputs, FEW, None, "group", kept)
+    assert isinstance(kernel, GroupKernel)
+    segments = -(-width // 128)
+    rows_read = re.findall(r"= tl\.load\(in\d \+ row \* COLS", kernel.source)
+    assert len(rows_read) == 2 * segments
+    assert kernel.source.count("lib.widen(") == 4 * segments
+    exact, eager = (reference(case, args, dtype) for dtype in (torch.float64, None))
+    for ours, theirs, right in zip(run_case(case, args, kernel), eager, exact, strict=True):
+        unit = 2**-8 if ours.dtype == half else 2**-24
+        assert error(ours, right) <= 2 * error(theirs, right) + unit * float(right.abs().max())
 
 
 def test_widths_beyond_the_registers_are_walked_by_the_model() -> None:

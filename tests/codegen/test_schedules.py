@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -271,6 +272,84 @@ def test_which_rows_are_kept() -> None:
     assert "lib.widen(" not in source(4096, softmax)
     assert "lib.widen(" not in source(32000, softmax, torch.float32)
     assert "lib.widen(" not in source(32000, lambda x: x.float().exp().sum(-1))
+
+
+def group_norm_backward(g: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, w: Tensor) -> Any:
+    """Behind a silu; x: [rows, parts, elements of a part]."""
+    h = (x.float() - mean) * rstd
+    y = (h * w).to(x.dtype)
+    g = (g * torch.sigmoid(y) * (1 + y * (1 - torch.sigmoid(y)))).to(x.dtype)
+    sums, dots = g.float().sum(2, True), (g * h).sum(2, True)
+    means = [(value * w).sum(1, True) / x[0].numel() for value in (sums, dots)]
+    return sums, dots, ((g * w - means[0] - h * means[1]) * rstd).to(x.dtype)
+
+
+def groups(rows: int, parts: int, width: int) -> Maker:
+    return lambda: [
+        randn(rows, parts, width),
+        randn(rows, parts, width),
+        randn(rows, 1, 1),
+        randn(rows, 1, 1).exp(),
+        randn(parts, 1),
+    ]
+
+
+NESTED: dict[str, Spec] = {
+    "group norm": ("nested", group_norm_backward, groups(5, 4, 96)),
+    "parts and widths that divide nothing": ("nested", group_norm_backward, groups(5, 3, 1000)),
+    "one long part": ("nested", group_norm_backward, groups(2, 2, 5000)),
+    # values of rows and of parts, before the reductions, after them, and themselves
+    "small outputs": (
+        "nested",
+        lambda x, w, r: (
+            w.exp() * r,
+            r.exp(),
+            x.float().amax(2, True),
+            (x.float().amax(2, True) * w).sum(1, True),
+            (x.float().amax(2, True) * w).sum(1, True).sqrt() + r,
+            x.float().amax(2, True) * 2 + w,
+            (x - x.float().amax(2, True) - (x.float().amax(2, True) * w).sum(1, True)).to(x.dtype),
+        ),
+        lambda: [randn(5, 3, 200), randn(3, 1).abs(), randn(5, 1, 1)],
+    ),
+    "whole rows, too": (
+        "nested",
+        lambda x, w: (
+            lambda mean, var: ((x - mean) * var.rsqrt() * (x.float() * w).sum(2, True)).to(x.dtype)
+        )(*torch.var_mean(x.float(), (1, 2), keepdim=True)[::-1]),
+        lambda: [randn(5, 3, 200) + 2, randn(3, 1)],
+    ),
+}
+
+
+@pytest.mark.parametrize("held", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("name", NESTED)
+def test_rows_in_parts(name: str, target: str, dtype: torch.dtype, held: bool) -> None:
+    """Walked in chunks, or read once and kept; statistics are fp32 beside halves."""
+    _, fn, make = NESTED[name]
+    first, *rest = [value.to(dtype) for value in make()]
+    args = [first, *(v if v.shape == first.shape else v.float() for v in rest)]
+    if held and dtype == torch.float32:
+        pytest.skip("what is kept is kept in halves")
+    choice = Choice(held=held, block=None if held or target != "gpu" else 128)
+    kernel = check(fn, args, table=NORMS, target=TARGETS[target], choice=choice, walk=True)
+    assert kernel.launches[0].function == "nested_kernel"
+    assert ("lib.widen(" in kernel.source) == held
+
+
+def test_a_rounded_value_is_kept_in_place_of_its_operand() -> None:
+    """The second pass computes no sigmoid: it has the gradient behind it, and x."""
+    args = [v.to(torch.bfloat16) if v.shape == (5, 4, 96) else v for v in groups(5, 4, 96)()]
+    case = trace(group_norm_backward, args)
+    source = lowered(case, TARGETS["gpu"]).source
+    first, second = source.split("aten.sum.dim_IntList")[0], source.split("reduce_sum")[-1]
+    assert "fast_expf" in first
+    assert "fast_expf" not in second
+    assert len(set(re.findall(r"lib.widen\((x\d+)_", first))) == 2
+    assert len(set(re.findall(r"lib.widen\((x\d+)_", second))) == 1
+    assert len(set(re.findall(r"lib.widen\((t\d+)_", second))) == 1
 
 
 SPLIT: dict[str, Spec] = {

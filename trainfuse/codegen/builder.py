@@ -163,6 +163,8 @@ class Builder:
             return found
         if node not in self.members:
             return self.load(node)
+        if self.keeps(node):
+            return self.widened(node)
         kind = lookup(node.target).kind
         if op_name(node.target) == "getitem":
             return self.item(node)
@@ -237,6 +239,19 @@ class Builder:
                 )
             )
         return self.put(node, Value(tuple(names), deps, depth, compute_dtype(dtype)))
+
+    def keeps(self, node: fx.Node) -> bool:
+        """Whether a value is held as it was read or rounded, at the tile's place."""
+        return bool(self.kept) and (node, self.segment(self.segmented, 0).index) in self.kept
+
+    def widened(self, node: fx.Node) -> Value:
+        """A computed value that is held in a half type, made wide again."""
+        deps = frozenset(axis.name for axis in self.tile.values())
+        names, depth = self.define(node, deps, ())
+        for index, name in enumerate(names):
+            raw = self.kept[node, self.segment(self.segmented, index).index]
+            self.scopes[depth].body.append(Map(name, f"lib.widen({raw})", "widened again"))
+        return self.put(node, Value(tuple(names), deps, depth, compute_dtype(node.meta["val"].dtype)))
 
     def map(self, node: fx.Node) -> Value:
         used: dict[fx.Node, None] = {}
@@ -318,8 +333,9 @@ class Builder:
             offset = " + ".join(
                 [offset, *(f"{self.segment(name, index).index} * 0" for name in sorted(held))]
             )
-            if not deps and not held and self.rank == 2:
-                offset = "tl.zeros((1, 1), tl.int32)"
+            if self.rank == 2 and all(self.tile[a].position is None for a in deps | held):
+                zeros = "tl.zeros((1, 1), tl.int32)"  # the value has dimensions, all of them 1
+                offset = f"{offset} + {zeros}" if deps or held else zeros
             tests = [
                 text.replace("{index}", self.segment(name, index).index)
                 for name, text in conditions

@@ -15,7 +15,7 @@ from trainfuse.codegen import triton_lib
 from trainfuse.codegen.builder import Group
 from trainfuse.codegen.choices import MODEL, Choice
 from trainfuse.codegen.ir import GroupKernel, Launch, Module
-from trainfuse.codegen.schedules import column, full, pointwise, row, row_column, segment
+from trainfuse.codegen.schedules import column, full, nested, pointwise, row, row_column, segment
 from trainfuse.codegen.targets import CodegenOptions, Target
 from trainfuse.codegen.triton_ops import Unsupported
 from trainfuse.codegen.triton_printer import print_module
@@ -46,6 +46,7 @@ SCHEDULES: dict[DomainKind, Schedule] = {
     "row_column": row_column,
     "full": full,
     "segment": segment,
+    "nested": nested,
 }
 
 

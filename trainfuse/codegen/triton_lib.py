@@ -223,12 +223,12 @@ def row_key(index, base, ROWS: tl.constexpr, TOTAL: tl.constexpr, WRAP: tl.const
 
 @triton.jit
 def merge_moments(count, mean, m2, axis: tl.constexpr, keep_dims: tl.constexpr):
-    """Merge (count, mean, sum of squared deviations) along an axis; empty entries are allowed.
+    """Merge (count, mean, sum of squared deviations) along an axis; entries may be empty, or all.
 
     Source: Chan, Golub and LeVeque (1979).
     """
     total = reduce_sum(count, axis, keep_dims)
-    merged = reduce_sum(count * mean, axis, keep_dims) / total
+    merged = reduce_sum(count * mean, axis, keep_dims) / tl.maximum(total, 1.0)
     shift = mean - merged  # a merged mean without the axis is a scalar, and broadcasts
     return total, merged, reduce_sum(m2 + count * shift * shift, axis, keep_dims)
 
@@ -246,16 +246,30 @@ def online_softmax(top, total, x, COARSE: tl.constexpr, keep_dims: tl.constexpr 
 
 @triton.jit
 def finish_softmax(top, total, keep_dims: tl.constexpr = False):
-    """The row's sum; NaN for a row of -inf, as exp(-inf - -inf) is."""
-    return tl.where(top == float("-inf"), float("nan"), reduce_sum(total, 0, keep_dims))
+    """The row's sum from its lanes'; NaN for a row of -inf, as exp(-inf - -inf) is."""
+    return nan_if_empty(top, reduce_sum(total, 0, keep_dims))
 
 
 @triton.jit
-def merge_softmax(top, total, keep_dims: tl.constexpr = False):
-    """(maximum, sum) of a row from those of its parts, of which some may be empty.
+def nan_if_empty(top, total):
+    """A row's sum of exp(x - maximum); NaN for a row of -inf."""
+    return tl.where(top == float("-inf"), float("nan"), total)
 
-    The sum is NaN for a row of -inf, as in finish_softmax.
+
+@triton.jit
+def online_softmax_lanes(top, total, x, COARSE: tl.constexpr):
+    """A tile into (maximum, sum of exp(x - maximum)), both a lane: none waits for another.
+
+    Of the exponentials of old and new maximum one is of 0. Empty so far: top = -inf, total = 0.
     """
+    above = tl.where(x == float("-inf"), float("-inf"), x - top)
+    small = _exp(-tl.abs(above), COARSE)
+    return maximum(top, x), tl.where(above > 0, total * small + 1.0, total + small)
+
+
+@triton.jit
+def join_softmax(top, total, keep_dims: tl.constexpr = False):
+    """(maximum, sum) of lanes or parts in one, some or all of them empty."""
     peak = reduce_max(top, 0, keep_dims)
     shift = tl.where(peak == float("-inf"), 0.0, peak)
-    return peak, finish_softmax(peak, total * libdevice.exp(top - shift), keep_dims)
+    return peak, reduce_sum(total * libdevice.exp(top - shift), 0, keep_dims)

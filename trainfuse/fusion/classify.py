@@ -11,7 +11,7 @@ from torch import fx
 from autodiff.ops import op_name
 from trainfuse.fusion.axes import Misfit
 
-DomainKind = Literal["pointwise", "row", "column", "row_column", "full", "segment"]
+DomainKind = Literal["pointwise", "row", "column", "row_column", "full", "segment", "nested"]
 Axes = frozenset[int]
 Side = Literal["cols", "rows", "both"]
 
@@ -28,6 +28,9 @@ FEW_ROWS, LONG_ROW = 512, 1 << 15
 # Programs of a row kernel, and elements of each: with fewer and longer ones most of the GPU waits,
 # and summing in slabs, then reading everything again, is faster.
 FEW_PROGRAMS, LONG_PROGRAM = 128, 1 << 17
+# Parts of a nested row that a tile can have; and rows of so many elements are too long for a program
+# each, where there are few: apart, each part has a program of its own.
+MAX_PARTS, LONG_NESTED = 64, 1 << 14
 # Rows that lie side by side in memory and share a program: whole sectors of each operand.
 NEIGHBOURS = 32
 
@@ -53,6 +56,9 @@ def classify(
     else:
         cols = columns_of_sums(sizes, sums)
     rows = every - cols
+    if read_back and (inner := inner_of(cols, reduced)):
+        check_nested(sizes, own, reduced, cols, inner)
+        return tuple(sorted(rows)), tuple(sorted(cols)), "nested"
     sides = {node: side(node, space[node], reduced[node], cols, rows) for node in space}
     check_late(nodes, own, sides, rows)
     kind: DomainKind = "row_column"
@@ -68,6 +74,35 @@ def classify(
     if kind == "row" and read_back and few_long_programs(sizes, rows, width):
         raise Misfit(nodes[-1], "its rows are too few and too long for a program each")
     return tuple(sorted(rows)), tuple(sorted(cols)), kind
+
+
+def inner_of(cols: Axes, reduced: Mapping[fx.Node, Axes]) -> Axes:
+    """The innermost of a row's axes where some reductions stop; () where all take the whole row."""
+    inner = {axes for axes in reduced.values() if axes < cols and max(cols) in axes}
+    return inner.pop() if len(inner) == 1 else Axes()
+
+
+def check_nested(
+    sizes: tuple[int, ...],
+    own: Mapping[fx.Node, Axes],
+    reduced: Mapping[fx.Node, Axes],
+    cols: Axes,
+    inner: Axes,
+) -> None:
+    """Whether rows can be reduced part by part, and the parts' results again; else Misfit."""
+    every, middle = frozenset(range(len(sizes))), cols - inner
+    for node, axes in reduced.items():
+        space = {inner: every, middle: every - inner, cols: every}.get(axes)
+        if axes and own[node] | axes != space:
+            raise Misfit(node, "it reduces other axes than the group's rows, or parts of rows")
+    last = next(node for node in reversed(reduced) if reduced[node])
+    if max(middle) > min(inner) or max(every - cols, default=-1) > min(middle):
+        raise Misfit(last, "the parts of its rows don't lie one after the other in memory")
+    if math.prod(sizes[axis] for axis in middle) > MAX_PARTS:
+        raise Misfit(last, "its rows have too many parts")
+    programs = math.prod(sizes[axis] for axis in every - cols)
+    if programs < FEW_PROGRAMS and math.prod(sizes[axis] for axis in cols) >= LONG_NESTED:
+        raise Misfit(last, "its rows are too few and too long for a program each")
 
 
 def check_wide(nodes: Sequence[fx.Node], sides: Mapping[fx.Node, Side], width: int) -> None:

@@ -21,7 +21,7 @@ from autodiff.rewrite import known_equal
 from trainfuse.fusion import indirect
 from trainfuse.fusion.arguments import argument
 from trainfuse.fusion.axes import Axis, DimMap, Misfit, fresh_dims, leaves, regroup, unify
-from trainfuse.fusion.classify import DomainKind, classify
+from trainfuse.fusion.classify import DomainKind, classify, inner_of
 from trainfuse.fusion.segment_ops import SEGMENT_SUM
 
 aten = torch.ops.aten
@@ -89,6 +89,11 @@ class Domain:
     cols: tuple[int, ...]
     kind: DomainKind
     indirect: Mapping[fx.Node, tuple[tuple[int, ...], ...]] = field(default_factory=dict)
+
+    @property
+    def middle(self) -> tuple[int, ...]:
+        """Axes along which the parts of a nested group's rows lie, outermost first."""
+        return self.cols[: len(self.cols) - len(inner_of(frozenset(self.cols), self.reduced))]
 
     def extent(self, axes: Iterable[int]) -> int:
         """Number of elements that a set of axes spans."""

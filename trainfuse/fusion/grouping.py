@@ -410,7 +410,8 @@ def _unstorable(nodes: list[fx.Node], stored: set[fx.Node], domain: Domain) -> s
     for node in stored:
         if not isinstance(node.meta["val"], torch.Tensor):
             return f"the parts of {node.name} are read one by one outside"
-        per_row = domain.kind in ("row", "row_column") and own[node] == rows
+        per_row = domain.kind in ("row", "row_column", "nested") and own[node] == rows
+        per_row |= domain.kind == "nested" and own[node] == rows | frozenset(domain.middle)
         if node not in summed and own[node] != every and not per_row:
             return f"{node.name} is smaller than the group that would write it"
     return None

@@ -14,6 +14,7 @@ from trainfuse.codegen import reductions
 from trainfuse.codegen.builder import Builder, Group
 from trainfuse.codegen.ir import ArgRef, Barrier, Kernel, Load, Loop, Module, Store, Workspace
 from trainfuse.codegen.reductions import Accumulator, Reduction
+from trainfuse.codegen.schedules import kept
 from trainfuse.codegen.schedules.ahead import Walk, ahead
 from trainfuse.codegen.schedules.common import (
     constants,
@@ -42,7 +43,8 @@ class Plan:
     programs: how many share the rows. block: rows a step. name, doc: of the main kernel.
     grid_cols: programs along the columns. ahead: whether a step's rows are loaded during the one
     before. walked: one row at a time, read segment by segment, anew
-    for each level of its reductions: only accumulators are held. max_registers: that a thread of
+    for each level of its reductions: only accumulators are held. kept: inputs whose walked rows
+    are held, too, as they are read. max_registers: that a thread of
     the main kernel may take, where several programs are to share a multiprocessor.
     """
 
@@ -54,6 +56,7 @@ class Plan:
     grid_cols: int = 1
     ahead: bool = False
     walked: bool = False
+    kept: tuple[fx.Node, ...] = ()
     max_registers: int | None = None
 
 
@@ -127,7 +130,8 @@ def walked_loop(
 ) -> None:
     """The loop over rows that don't fit into registers beside the accumulators.
 
-    A row's second reading finds it in the multiprocessor's cache. Segments are emitted one after
+    Those that do as they lie in memory are read once, each row whole; the second reading of others
+    finds them in the cache. Segments are emitted one after
     the other, and the next one's loads before the stores of the one at hand.
     """
     whole = builder.tile["col"]
@@ -136,6 +140,8 @@ def walked_loop(
         reductions.start(builder, acc)
     builder.push("row", "col")
     builder.note("row", long(group, "start"))
+    for node in plan.kept:
+        kept.keep(builder, node, len(whole.segments))
     rows = frozenset(n for n in early if group.domain.reduced.get(n))
     level = levels([*early, *(acc.red.node for acc in accs)], rows)
     for current in range(max(level.values()) + 1):

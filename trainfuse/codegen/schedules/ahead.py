@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 
 from trainfuse.codegen.ir import Define, Load, Loop, Statement
 
-_INDICES = re.compile(r"row|col(_\d+)?|ROWS|COLS|tl|int64|cast")
-_MASKS = re.compile(r"row_mask|col(_\d+)?_mask")
+_INDICES = re.compile(r"row|mid|col(_\d+)?|ROWS|COLS|tl|int64|cast")
+_MASKS = re.compile(r"(row|mid|col(_\d+)?)_mask")
 
 
 @dataclass(frozen=True, slots=True)

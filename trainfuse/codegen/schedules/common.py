@@ -94,7 +94,7 @@ def preload(builder: Builder, nodes: Iterable[fx.Node]) -> None:
     for node in nodes:
         for operand in node.all_input_nodes:
             if operand in builder.inputs and operand in builder.domain.axes:
-                if reads(node, operand):
+                if reads(node, operand) and not builder.keeps(operand):
                     builder.value(operand)
     waiting: set[fx.Node] = set()
     for node in needed(builder.group):

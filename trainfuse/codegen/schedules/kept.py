@@ -6,6 +6,7 @@ and one loads while the other computes.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from torch import fx
@@ -15,7 +16,7 @@ from trainfuse.codegen import reductions
 from trainfuse.codegen.builder import Builder, Group
 from trainfuse.codegen.choices import Choice
 from trainfuse.codegen.ir import ArgRef, Load, Module
-from trainfuse.codegen.scalars import HALF
+from trainfuse.codegen.scalars import HALF, TRITON_TYPE
 from trainfuse.codegen.schedules import passes
 from trainfuse.codegen.schedules.common import (
     column_definitions,
@@ -94,11 +95,14 @@ def build(group: Group, choice: Choice) -> Module:
     builder.bind("row")
     whole = rows(group)
     for node in whole:
-        _keep(builder, node, _segments_kept(len(whole)))
+        keep(builder, node, _segments_kept(len(whole)))
     nodes = needed(group)
     plan = passes.plan(group, nodes, online=False)
     for number, step in enumerate(plan):
-        _pass(builder, col, number, step)
+        step.begin(builder)
+        walk(builder, col, step, number)
+        for acc in step.accs:
+            reductions.settle(builder, acc.red, reductions.finish(builder, acc), ROW)
     for node in nodes:
         if domain.reduced.get(node) and node in group.outputs:
             builder.store(node)
@@ -120,36 +124,47 @@ def _segments(width: int, block: int) -> tuple[Segment, ...]:
     )
 
 
-def _keep(builder: Builder, node: fx.Node, count: int) -> None:
+def keep(builder: Builder, node: fx.Node, count: int) -> None:
     """Load the first segments of an input's row."""
     arg: ArgRef = ("input", builder.inputs[node])
     builder.args[arg] = None
     strides = value_strides(builder.domain, node)
+    deps = builder.dependences(strides)
     value = node.meta["val"]
     note = f"{str(value.dtype).removeprefix('torch.')}[{'x'.join(map(str, value.shape))}]"
     for index, segment in enumerate(builder.tile["col"].segments[:count]):
         name = f"{builder.name_of(node)}_{index}"
-        builder.body.append(Load(name, arg, builder.offset(strides, index), segment.mask, "", note))
+        mask = builder.mask(deps, index)
+        builder.body.append(Load(name, arg, builder.offset(strides, index), mask, "", note))
         builder.kept[node, segment.index] = name
 
 
-def _pass(builder: Builder, col: TileAxis, number: int, step: Pass) -> None:
-    """One level of reductions, or what the last one allows."""
-    step.begin(builder)
-    if step.walks:
-        builder.tile["col"] = replace(col, segments=col.segments[:1])
+def walk(
+    builder: Builder, col: TileAxis, step: Pass, number: int, later: Sequence[fx.Node] = ()
+) -> None:
+    """One pass over the segments: accumulate, and store what is ready.
+
+    later: values of half types that it computes, kept for later passes.
+    """
+    if not step.walks:
+        return
+    builder.tile["col"] = replace(col, segments=col.segments[:1])
+    for acc in step.accs:
+        reductions.start(builder, acc)
+    for index, segment in enumerate(col.segments):
+        builder.tile["col"] = replace(col, segments=(segment,))
+        builder.suffix = f"_r{number}s{index}"  # the pass, the segment
+        builder.push("col")
         for acc in step.accs:
-            reductions.start(builder, acc)
-        for index, segment in enumerate(col.segments):
-            builder.tile["col"] = replace(col, segments=(segment,))
-            builder.suffix = f"_r{number}s{index}"  # the pass, the segment
-            builder.push("col")
-            for acc in step.accs:
-                reductions.accumulate(builder, acc, str(index + 1))
-            for node in step.wide:
-                builder.store(node)
-            body = builder.pop()
-            builder.body.extend(body)
-        builder.suffix = ""
-        for acc in step.accs:
-            reductions.settle(builder, acc.red, reductions.finish(builder, acc), ROW)
+            reductions.accumulate(builder, acc, str(index + 1))
+        for node in step.wide:
+            builder.store(node)
+        for node in later:
+            (text,) = builder.value(node).names
+            name = f"{builder.name_of(node)}_{index}"
+            builder.note(name, f"{text}.to({TRITON_TYPE[node.meta['val'].dtype]})", "kept")
+        body = builder.pop()
+        builder.body.extend(body)
+        for node in later:
+            builder.kept[node, segment.index] = f"{builder.name_of(node)}_{index}"
+    builder.suffix = ""

@@ -57,25 +57,27 @@ def _operand(group: Group, node: fx.Node, name: str) -> fx.Node | None:
     return operand if isinstance(operand, fx.Node) else None
 
 
-def start(builder: Builder, pair: Pair) -> None:
-    """Running maximum of the row, and sums of exp(x - maximum), a lane each."""
+def start(builder: Builder, pair: Pair, *, lanes: bool = False) -> None:
+    """Running maximum of the row, or of each lane, and sums of exp(x - maximum), a lane each."""
     top, total = (builder.name_of(red.node) for red in pair)
     shape = reductions.shape_text(builder, 0, frozenset({"row", "col"}))
-    row = reductions.shape_text(builder, 0, frozenset({"row"}))
+    row = shape if lanes else reductions.shape_text(builder, 0, frozenset({"row"}))
     builder.note(f"{top}_run", f'tl.full({row}, float("-inf"), tl.float32)', "running maximum")
     builder.note(f"{total}_run", f"tl.full({shape}, 0.0, tl.float32)", "sums of exp(x - maximum)")
 
 
-def accumulate(builder: Builder, pair: Pair) -> None:
-    """One chunk: its maximum first, then one exponential an element."""
+def accumulate(builder: Builder, pair: Pair, *, lanes: bool = False) -> None:
+    """One chunk: one exponential an element. lanes: each has a maximum of its own."""
     top, total = (builder.name_of(red.node) for red in pair)
     _, texts = reductions.operand(builder, pair[0], "col")
     text = reductions.guarded(builder, ("col",), 0, texts[0], 'float("-inf")')
     coarse = root(builder.group, pair[1].source) in builder.coarse
+    function = "online_softmax_lanes" if lanes else "online_softmax"
+    more = "" if lanes else keeping(builder)
     builder.body.append(
         Define(
             f"{top}_run, {total}_run",
-            f"lib.online_softmax({top}_run, {total}_run, {text}, {coarse}{keeping(builder)})",
+            f"lib.{function}({top}_run, {total}_run, {text}, {coarse}{more})",
             "online softmax",
         )
     )
@@ -87,19 +89,21 @@ def keeping(builder: Builder) -> str:
 
 
 def partial(builder: Builder, pair: Pair) -> list[str]:
-    """Names of what a part of a row leaves: its maximum, and its sum."""
-    top, total = (builder.name_of(red.node) for red in pair)
-    text = reductions.lanes(builder, pair[1], f"{total}_run", 0)
-    builder.body.append(Reduce(f"{total}_all", text))
-    return [f"{top}_run", f"{total}_all"]
+    """Names of what a part of a row leaves, from its lanes: its maximum, and its sum."""
+    names = [f"{builder.name_of(red.node)}_all" for red in pair]
+    runs = ", ".join(f"{builder.name_of(red.node)}_run" for red in pair)
+    text = f"lib.join_softmax({runs}{keeping(builder)})"
+    builder.body.append(Reduce(", ".join(names), text, "join the lanes"))
+    return names
 
 
 def merge(builder: Builder, pair: Pair, parts: Sequence[str]) -> None:
     """Give both nodes their values from those of a row's parts."""
-    names = [builder.name_of(red.node) for red in pair]
-    text = f"lib.merge_softmax({', '.join(parts)}{keeping(builder)})"
-    builder.body.append(Reduce(", ".join(names), text, "merge the parts"))
-    settle(builder, pair, names)
+    top, total = (builder.name_of(red.node) for red in pair)
+    text = f"lib.join_softmax({', '.join(parts)}{keeping(builder)})"
+    builder.body.append(Reduce(f"{top}, {total}_all", text, "merge the parts"))
+    builder.body.append(Reduce(total, f"lib.nan_if_empty({top}, {total}_all)"))
+    settle(builder, pair, [top, total])
 
 
 def finish(builder: Builder, pair: Pair) -> None:

@@ -8,9 +8,11 @@ from torch import fx
 
 from trainfuse.codegen import reductions
 from trainfuse.codegen.builder import Builder, Group
-from trainfuse.codegen.ir import Barrier
+from trainfuse.codegen.ir import Barrier, Loop
 from trainfuse.codegen.reductions import Accumulator, Reduction
-from trainfuse.codegen.schedules.common import aligned, levels, own_axes, read_by
+from trainfuse.codegen.schedules import online
+from trainfuse.codegen.schedules.ahead import Walk, ahead
+from trainfuse.codegen.schedules.common import aligned, lanes, levels, long, own_axes, read_by
 from trainfuse.codegen.schedules.online import Pair, pairs
 
 ROW = frozenset({"row"})
@@ -89,3 +91,39 @@ def overwritable(group: Group, plan: list[Pass]) -> frozenset[tuple[int, int]]:
         outputs = {group.outputs.index(node) for node in step.wide}
         found -= {(o, i) for o in outputs for i, node in enumerate(group.inputs) if node in late}
     return found
+
+
+def walk(builder: Builder, step: Pass, back: bool, *, early: bool) -> None:
+    """One pass over the chunks: accumulate, and store what is ready.
+
+    back: from the last chunk to the first: what the pass before read last is still in the cache.
+    early: a chunk is loaded while the one before it is computed.
+    """
+    for acc in step.accs:
+        reductions.start(builder, acc)
+    for pair in step.both:
+        online.start(builder, pair)
+    segment = builder.segment("col", 0)
+    width = segment.width
+    builder.push("col")
+    last = 0
+    if back:
+        last = (builder.tile["col"].size - 1) // width * width
+        builder.note("start", f"{last} - done", "backwards: the last chunks are in the cache")
+    text = lanes(builder.tile["col"], builder.rank)
+    builder.note("col", long(builder.group, f"start + {text}"))
+    if segment.mask:
+        builder.note(segment.mask, "col < COLS")
+    # walked backwards, the block with lanes outside comes first: their counts lag behind
+    seen = "" if back and segment.mask else f"{'done' if back else 'start'} // {width} + 1"
+    for acc in step.accs:
+        reductions.accumulate(builder, acc, seen)
+    for pair in step.both:
+        online.accumulate(builder, pair)
+    for node in step.wide:
+        builder.store(node)
+    loop = Loop("done" if back else "start", "0", "COLS", str(width), builder.pop())
+    first = long(builder.group, f"{last} + {text}" if last else text)
+    inside = "({0} >= 0) & ({0} < COLS)" if back else "{0} < COLS"
+    way = Walk("col", first, str(-width if back else width), inside)
+    builder.body.extend(ahead(loop, way) if early else (loop,))

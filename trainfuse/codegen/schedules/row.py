@@ -9,9 +9,8 @@ from __future__ import annotations
 from trainfuse.codegen import reductions
 from trainfuse.codegen.builder import Builder, Group
 from trainfuse.codegen.choices import Choice, products
-from trainfuse.codegen.ir import Loop, Module
+from trainfuse.codegen.ir import Module
 from trainfuse.codegen.schedules import kept, online, passes, split
-from trainfuse.codegen.schedules.ahead import Walk, ahead
 from trainfuse.codegen.schedules.common import (
     aligned,
     column_definitions,
@@ -27,7 +26,7 @@ from trainfuse.codegen.schedules.common import (
     preload,
     rows_are_neighbours,
 )
-from trainfuse.codegen.schedules.passes import ROW, Pass
+from trainfuse.codegen.schedules.passes import ROW
 from trainfuse.codegen.targets import CodegenOptions, Target
 from trainfuse.codegen.tile import (
     Segment,
@@ -241,7 +240,7 @@ def chunked(group: Group, target: Target, options: CodegenOptions, choice: Choic
     for step in plan:
         step.begin(builder)
         if step.walks:
-            walk(builder, step, back, early=choice.ahead is not False)
+            passes.walk(builder, step, back, early=choice.ahead is not False)
             back = not back
         for acc in step.accs:
             reductions.settle(builder, acc.red, reductions.finish(builder, acc), ROW)
@@ -253,39 +252,3 @@ def chunked(group: Group, target: Target, options: CodegenOptions, choice: Choic
     doc = f"A row in chunks: {describe(group, nodes)}."
     launch = kernel(builder, "row_kernel", doc, (divide_up(total, rows), 1, 1), warps)
     return Module((launch,), in_place=passes.overwritable(group, plan))
-
-
-def walk(builder: Builder, step: Pass, back: bool, *, early: bool) -> None:
-    """One pass over the chunks: accumulate, and store what is ready.
-
-    back: from the last chunk to the first: what the pass before read last is still in the cache.
-    early: a chunk is loaded while the one before it is computed.
-    """
-    for acc in step.accs:
-        reductions.start(builder, acc)
-    for pair in step.both:
-        online.start(builder, pair)
-    segment = builder.segment("col", 0)
-    width = segment.width
-    builder.push("col")
-    last = 0
-    if back:
-        last = (builder.tile["col"].size - 1) // width * width
-        builder.note("start", f"{last} - done", "backwards: the last chunks are in the cache")
-    text = lanes(builder.tile["col"], builder.rank)
-    builder.note("col", long(builder.group, f"start + {text}"))
-    if segment.mask:
-        builder.note(segment.mask, "col < COLS")
-    # walked backwards, the block with lanes outside comes first: their counts lag behind
-    seen = "" if back and segment.mask else f"{'done' if back else 'start'} // {width} + 1"
-    for acc in step.accs:
-        reductions.accumulate(builder, acc, seen)
-    for pair in step.both:
-        online.accumulate(builder, pair)
-    for node in step.wide:
-        builder.store(node)
-    loop = Loop("done" if back else "start", "0", "COLS", str(width), builder.pop())
-    first = long(builder.group, f"{last} + {text}" if last else text)
-    inside = "({0} >= 0) & ({0} < COLS)" if back else "{0} < COLS"
-    way = Walk("col", first, str(-width if back else width), inside)
-    builder.body.extend(ahead(loop, way) if early else (loop,))

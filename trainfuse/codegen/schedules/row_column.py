@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from torch import fx
+
 from trainfuse.codegen import reductions
 from trainfuse.codegen.builder import Group
 from trainfuse.codegen.choices import Choice, products
 from trainfuse.codegen.ir import Module
 from trainfuse.codegen.reductions import Reduction
-from trainfuse.codegen.schedules import accumulate
+from trainfuse.codegen.scalars import HALF
+from trainfuse.codegen.schedules import accumulate, kept
 from trainfuse.codegen.schedules.common import (
     column_definitions,
     column_segments,
@@ -30,9 +33,10 @@ MOST_PER_SM = 8
 STRIP = 32  # rows of a step that lie side by side in memory: whole sectors of each operand
 FILE = 65536  # registers of a multiprocessor
 ALLOCATED = 8  # registers a thread that are taken together
-LEAST_REGISTERS = 64  # with fewer a norm backward spills
+SQUEEZED = 0.75  # of the registers that the fit below gives, without a spill
 ELEMENTS_A_SEGMENT = 8  # of a walked row, a thread
 WALKED_REGISTERS = 56  # beside the accumulators
+KEPT_SHARE = 8  # of those, what a row that is held needs no longer for the next segment's loads
 # Registers of a kernel, by the tiles that are alive: most are freed as soon as they are used.
 BASE_REGISTERS, TILE_SHARE = 20, 0.7
 
@@ -43,6 +47,9 @@ LIKELY = (
     Choice(warps=4, rows=1, per_sm=2, ahead=True),
     Choice(warps=4, rows=2, per_sm=3, ahead=True),
     Choice(warps=16, rows=2, per_sm=1, ahead=True),
+    Choice(warps=8, rows=1, per_sm=1, ahead=True),
+    Choice(held=True, block=4096),
+    Choice(held=False),
 )
 OTHERS = (
     *products(warps=(2, 4, 8, 16), rows=(1, 2, 4), per_sm=(1, 2, 4, 8)),
@@ -63,6 +70,8 @@ def build(group: Group, target: Target, options: CodegenOptions, choice: Choice)
     least = strip_rows(group, target, held, live)
     warps = choice.warps or num_warps(least * held, live)
     fits = registers(least * held, live, warps) <= register_limit(target, warps)
+    if choice.held and choice.block and kept_rows(group, target, choice.warps or MAX_WARPS):
+        return walked(group, target, choice)
     if not (fits if choice.held is None else choice.held):
         return walked(group, target, choice)
     if not fits:
@@ -70,8 +79,8 @@ def build(group: Group, target: Target, options: CodegenOptions, choice: Choice)
     budget = 8192 if target.interpreted else ELEMENTS_A_STEP
     rows = max(least, min(floor_power(max(1, budget // held)), power_of_two(total)))
     rows = choice.rows * least if choice.rows else rows
-    kept = live + (len(group.inputs) / 2 if choice.ahead else 0)  # as they lie in memory
-    if choice.rows and registers(rows * held, kept, warps) > register_limit(target, warps):
+    alive = live + (len(group.inputs) / 2 if choice.ahead else 0)  # as they lie in memory
+    if choice.rows and registers(rows * held, alive, warps) > register_limit(target, warps):
         raise Unsupported(group.nodes[-1], "its rows are too long for so few threads to hold")
     resident = int(FILE / (32 * warps * registers(least * held, live, warps)))
     per_sm = choice.per_sm or max(1, min(resident, MOST_PER_SM))
@@ -93,7 +102,7 @@ def build(group: Group, target: Target, options: CodegenOptions, choice: Choice)
         doc,
         warps,
         ahead=ahead,
-        max_registers=shared_registers(target, warps, per_sm),
+        max_registers=shared_registers(target, warps, per_sm, registers(rows * held, live, warps)),
     )
     return accumulate.build(group, target, tile, plan, prologue)
 
@@ -116,20 +125,21 @@ def register_limit(target: Target, warps: int) -> int:
     return min(target.max_registers, FILE // (32 * warps))
 
 
-def shared_registers(target: Target, warps: int, per_sm: int) -> int | None:
+def shared_registers(target: Target, warps: int, per_sm: int, wanted: float) -> int | None:
     """Registers a thread that leave room for so many programs; None where they needn't be told.
 
     The compiler takes what it can get, though it could do with less: programs that are meant to
-    run side by side would take turns. Those that have no room beside each other do.
+    run side by side would take turns. Those that need far more than their share do.
     """
     limit = FILE // (32 * warps * per_sm) // ALLOCATED * ALLOCATED
-    return limit if LEAST_REGISTERS <= limit < target.max_registers else None
+    return limit if SQUEEZED * wanted <= limit < target.max_registers else None
 
 
 def walked(group: Group, target: Target, choice: Choice) -> Module:
     """Rows too wide to be held beside their accumulators: read once for each level of reductions.
 
-    A program's warps hold the accumulators and one segment; the row comes back from the cache.
+    A program's warps hold the accumulators, the row as it is read, where there is room, and one
+    segment; else the row comes back from the cache.
     """
     domain = group.domain
     width, total = domain.extent(domain.cols), domain.extent(domain.rows)
@@ -138,8 +148,7 @@ def walked(group: Group, target: Target, choice: Choice) -> Module:
             raise Unsupported(node, "it needs a row whole that is too wide for registers")
     warps = choice.warps or MAX_WARPS
     block = min(choice.block or ELEMENTS_A_SEGMENT * 32 * warps, power_of_two(width))
-    sums = sum(bool(reduced & frozenset(domain.rows)) for reduced in domain.reduced.values())
-    if WALKED_REGISTERS + sums * width / (32 * warps) > register_limit(target, warps):
+    if room(group, target, warps) < 0:
         raise Unsupported(group.nodes[-1], "its columns are too many to accumulate in registers")
     count = divide_up(width, block)
     segments = tuple(
@@ -157,8 +166,27 @@ def walked(group: Group, target: Target, choice: Choice) -> Module:
         TileAxis("col", domain.cols, width, segments, 0, False),
     ]
     doc = f"Wide rows and their columns: {describe(group, needed(group))}."
-    plan = accumulate.Plan(programs, 1, "row_column_kernel", doc, warps, walked=True)
+    held = () if choice.held is False else tuple(kept_rows(group, target, warps))
+    plan = accumulate.Plan(programs, 1, "row_column_kernel", doc, warps, walked=True, kept=held)
     return accumulate.build(group, target, tile, plan, column_definitions(group, tile[1], 1))
+
+
+def room(group: Group, target: Target, warps: int) -> float:
+    """Registers a thread that a walked row's accumulators and segments leave free."""
+    domain = group.domain
+    sums = sum(bool(reduced & frozenset(domain.rows)) for reduced in domain.reduced.values())
+    accumulators = sums * domain.extent(domain.cols) / (32 * warps)
+    return register_limit(target, warps) - WALKED_REGISTERS - accumulators
+
+
+def kept_rows(group: Group, target: Target, warps: int) -> list[fx.Node]:
+    """Inputs of half types whose walked rows fit into the registers as they lie in memory."""
+    width = group.domain.extent(group.domain.cols)
+    whole = kept.rows(group)
+    halves = all(node.meta["val"].dtype in HALF for node in whole)
+    taken = len(whole) * width / (64 * warps)
+    fits = halves and taken <= room(group, target, warps) + KEPT_SHARE
+    return whole if fits and width % kept.VECTOR == 0 else []
 
 
 def plain(red: Reduction) -> bool:

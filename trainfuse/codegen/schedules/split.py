@@ -34,7 +34,7 @@ from trainfuse.codegen.scope import Value
 from trainfuse.codegen.targets import Target
 from trainfuse.codegen.tile import Segment, TileAxis, divide_up, power_of_two
 
-STRIP = 128  # rows of a tile: 256 bytes of halves in a row
+STRIP = 64  # rows of a tile: 128 bytes of halves in a row
 ELEMENTS = 4096  # of a tile
 WARPS = 4
 PROGRAMS_PER_SM = 8
@@ -88,7 +88,7 @@ class _Split:
         self.group = group
         self.total, self.width = domain.extent(domain.rows), domain.extent(domain.cols)
         self.warps = choice.warps or WARPS
-        self.rows = min(power_of_two(self.total), STRIP)
+        self.rows = min(power_of_two(self.total), choice.rows or STRIP)
         elements = 1 << 15 if target.interpreted else choice.block or ELEMENTS
         self.block = min(max(1, elements // self.rows), power_of_two(self.width))
         self.strips = divide_up(self.total, self.rows)
@@ -136,14 +136,14 @@ class _Split:
         for acc in step.accs:
             reductions.start(builder, acc)
         for pair in step.both:
-            online.start(builder, pair)
+            online.start(builder, pair, lanes=True)
         builder.push("col")
         self.column(builder, "start")
         stride = self.parts * self.block
         for acc in step.accs:
             reductions.accumulate(builder, acc, f"start // {stride} + 1")
         for pair in step.both:
-            online.accumulate(builder, pair)
+            online.accumulate(builder, pair, lanes=True)
         for node in (*thin, *step.wide):
             builder.store(node)
         first = f"tl.program_id(1) * {self.block}"
