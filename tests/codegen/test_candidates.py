@@ -42,6 +42,12 @@ def pointwise(x: Tensor, w: Tensor) -> Tensor:
     return torch.tanh(x * w)
 
 
+def nested(x: Tensor, w: Tensor) -> Tensor:
+    y = (x * w).view(x.shape[0], 4, -1)
+    sums = y.sum(-1, keepdim=True)
+    return y - sums * sums.sum(1, keepdim=True)
+
+
 TABLE = get_decompositions([torch.ops.aten._softmax])
 FEW = Target("sm_90", 2)
 KINDS = {
@@ -50,6 +56,7 @@ KINDS = {
     "column": column,
     "full": total,
     "pointwise": pointwise,
+    "nested": nested,
 }
 
 
@@ -96,6 +103,25 @@ def test_a_wide_row_is_walked_in_segments(rows: int, width: int) -> None:
     exact, eager = (reference(case, args, dtype) for dtype in (torch.float64, None))
     for ours, theirs, right in zip(run_case(case, args, kernel), eager, exact, strict=True):
         assert error(ours, right) <= 2 * error(theirs, right) + 1e-6
+
+
+def test_programs_that_share_a_multiprocessor_take_no_more_than_their_share() -> None:
+    """Left alone, the compiler takes 172 registers for two of these programs, and one waits."""
+
+    def registers(width: int, choice: Choice = MODEL) -> int | None:
+        half = torch.bfloat16
+        args = [torch.empty(16384, width, dtype=half) for _ in range(2)]
+        args += [torch.empty(width, dtype=half), torch.empty(16384, 1)]
+        case = trace(norm_backward, args, TABLE)
+        kernel = lower_nodes(case.nodes, case.outputs, H200, None, "group", choice)
+        assert isinstance(kernel, GroupKernel)
+        assert all(launch.max_registers is None for launch in kernel.launches[1:])
+        return kernel.launches[0].max_registers
+
+    assert registers(4096) == 128
+    assert registers(4096, Choice(warps=8, rows=1, per_sm=1)) is None
+    # so few that the rows would spill: they take turns
+    assert registers(4096, Choice(warps=8, rows=1, per_sm=4)) is None
 
 
 @pytest.mark.parametrize("width", [512, 2104])

@@ -53,6 +53,8 @@ NORMS = [
     "batch_norm_statistics",
     "batch_norm_sums",
     "batch_norm_gradient",
+    "group_norm_backward",
+    "group_norm_backward_kept",
     "group_norm_gradient",
     "softmax_columns",
     "softmax_columns_long",
@@ -65,7 +67,8 @@ def test_norms_over_channels_do_not_spill() -> None:
         assert stack == 0, (name, function)
         assert registers <= CEILING, (name, function)
         if function != "tail_kernel":
-            assert vector == 16, (name, function)
+            four = name == "group_norm_backward_kept"  # elements a thread, of a tile
+            assert vector == (8 if four else 16), (name, function)
 
 
 @pytest.mark.parametrize("target", [H200, A100, B200], ids=lambda target: target.arch)

@@ -75,6 +75,14 @@ def norm_gradient(
     return ((masked - s / 1e5 - (x - mean) * (d * rstd * rstd / 1e5)) * (rstd * w)).to(x.dtype)
 
 
+def group_norm_backward(g: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, w: Tensor) -> Any:
+    normalized = (x.float() - mean) * rstd
+    masked = torch.where((normalized * w).to(x.dtype) <= 0, 0.0, g.float()).to(x.dtype)
+    sums, dots = masked.float().sum(2, True), (masked * normalized).sum(2, True)
+    first, second = ((value * w).sum(1, True) / x[0].numel() for value in (sums, dots))
+    return sums, dots, ((masked * w - first - normalized * second) * rstd).to(x.dtype)
+
+
 IMAGE, CHANNELS = (32, 56, 56, 256), ((256,), torch.float32)
 GROUPS, AFFINE = ((16, 32, 1, 1), torch.float32), ((1, 32, 10, 1), torch.float32)
 ROWS = (16384, 4096)
@@ -99,6 +107,14 @@ CASES: dict[str, tuple[Callable[..., Any], list[Shape | tuple[Shape, torch.dtype
     "group_norm_gradient": (
         norm_gradient,
         [*[(16, 32, 10, 4096)] * 2, GROUPS, GROUPS, AFFINE, AFFINE, GROUPS, GROUPS],
+    ),
+    "group_norm_backward": (
+        group_norm_backward,
+        [*[((512, 8, 3136), torch.float32)] * 2, (512, 1, 1), (512, 1, 1), (8, 1)],
+    ),
+    "group_norm_backward_kept": (
+        group_norm_backward,
+        [*[(512, 4, 512)] * 2, (512, 1, 1), (512, 1, 1), (4, 1)],
     ),
     "softmax_columns": (lambda x: F.softmax(x, 0), [(512, 16384)]),
     "softmax_columns_long": (lambda x: F.softmax(x, 0), [(8192, 8192)]),

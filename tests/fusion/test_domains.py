@@ -49,6 +49,12 @@ def norm_backward(
     return inner - a - x * b, (g * x).sum((0, 1)), g.sum((0, 1))
 
 
+def parts(x: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Sums of each part of a row, a sum of these, and the row again."""
+    sums = (x * w).sum(-1, keepdim=True)
+    return sums, x - (sums * w).sum(-2, keepdim=True) * sums
+
+
 def row_loss(x: torch.Tensor) -> torch.Tensor:
     return (x - x.amax(-1, keepdim=True)).exp().sum(-1).log().mean()
 
@@ -90,6 +96,19 @@ CASES: dict[str, tuple[Callable[..., Any], tuple[tuple[int, ...], ...], tuple[An
     "row loss": (row_loss, ((4, 6),), ("row_column", (4, 6), (0,), (1,))),
     "scalar input": (lambda x, s: x * s, ((4, 6), ()), ("pointwise", (4, 6), (), (0, 1))),
     "vector softmax": (softmax, ((6,),), ("row", (6,), (), (0,))),
+    "parts of rows": (parts, ((200, 6, 50), (6, 1)), ("nested", (200, 6, 50), (0,), (1, 2))),
+    # whole rows are reduced, too
+    "parts and rows": (
+        lambda x, w: parts(x - x.mean((-2, -1), keepdim=True), w),
+        ((200, 6, 50), (6, 1)),
+        ("nested", (200, 6, 50), (0,), (1, 2)),
+    ),
+    # few programs, but their rows lie side by side: they are cut in parts
+    "few long columns": (
+        lambda x: x - x.sum(0),
+        ((1 << 15, 16),),
+        ("row", (1 << 15, 16), (1,), (0,)),
+    ),
     # axes are ordered as the operands lie in memory, not as the dims are written
     "transposed": (
         lambda x: x.t().exp().sum(-1),
@@ -120,6 +139,18 @@ REFUSED: dict[str, tuple[Callable[..., Any], tuple[tuple[int, ...], ...], str]] 
     "reduced again": (lambda x: x.sum((0, 1)).amax(), ((4, 5, 6),), "reduce"),
     "huge read back": (softmax, ((1 << 17,),), "read back"),
     "wide row and column": (norm_backward, ((4, 8, 20000), (4, 8, 20000), (20000,)), "too many"),
+    "too many parts": (parts, ((200, 65, 50), (65, 1)), "too many parts"),
+    "few rows of long parts": (parts, ((100, 8, 4096), (8, 1)), "too few and too long"),
+    "parts side by side": (
+        lambda x, w: parts(x.transpose(0, 1), w),
+        ((6, 200, 50), (6, 1)),
+        "one after the other",
+    ),
+    "parts that overlap": (
+        lambda x: x - x.sum(-1, keepdim=True) * x.sum(-2, keepdim=True),
+        ((200, 6, 50),),
+        "reduces other axes",
+    ),
     "product": (lambda a, b: a @ b, ((4, 6), (6, 4)), "not fused"),
 }
 

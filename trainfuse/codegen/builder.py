@@ -251,7 +251,9 @@ class Builder:
         for index, name in enumerate(names):
             raw = self.kept[node, self.segment(self.segmented, index).index]
             self.scopes[depth].body.append(Map(name, f"lib.widen({raw})", "widened again"))
-        return self.put(node, Value(tuple(names), deps, depth, compute_dtype(node.meta["val"].dtype)))
+        return self.put(
+            node, Value(tuple(names), deps, depth, compute_dtype(node.meta["val"].dtype))
+        )
 
     def map(self, node: fx.Node) -> Value:
         used: dict[fx.Node, None] = {}

@@ -43,7 +43,7 @@ WARPS = 8
 WHOLE = frozenset({"row", "mid", "col"})
 ELEMENTS_A_THREAD = 4  # of a tile of a kept row
 KEPT_WARPS = 16  # at most: they have all registers of a multiprocessor
-KEPT_REGISTERS = 128  # a thread; kept.REGISTERS of them hold rows
+REGISTERS = 128  # a thread; kept.REGISTERS of them hold rows that are kept
 
 
 LIKELY = (
@@ -124,9 +124,7 @@ def in_registers(group: Group, steps: Sequence[Level], warps: int) -> Module:
         step.begin(builder)
         kept.walk(builder, col, step.walk, number, rounded(group, steps, number))
         step.end(builder)
-    module = finish(builder, steps, warps)
-    limited = replace(module.kernels[0], max_registers=KEPT_REGISTERS)
-    return replace(module, kernels=(limited,))
+    return finish(builder, steps, warps)
 
 
 def shape(group: Group) -> tuple[int, int]:
@@ -169,6 +167,7 @@ def finish(builder: Builder, steps: Sequence[Level], warps: int) -> Module:
     doc = f"Rows in parts: {describe(group, nodes)}."
     grid = (builder.tile["row"].size, 1, 1)
     launch = kernel(builder, "nested_kernel", doc, grid, warps)
+    launch = replace(launch, max_registers=REGISTERS)
     return Module((launch,), in_place=passes.overwritable(group, [step.walk for step in steps]))
 
 

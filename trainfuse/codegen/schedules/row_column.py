@@ -39,6 +39,7 @@ WALKED_REGISTERS = 56  # beside the accumulators
 KEPT_SHARE = 8  # of those, what a row that is held needs no longer for the next segment's loads
 # Registers of a kernel, by the tiles that are alive: most are freed as soon as they are used.
 BASE_REGISTERS, TILE_SHARE = 20, 0.7
+DOUBTED = 16  # what the fit may be short of: closer to the limit than that rows spilled
 
 
 LIKELY = (
@@ -48,7 +49,6 @@ LIKELY = (
     Choice(warps=4, rows=2, per_sm=3, ahead=True),
     Choice(warps=16, rows=2, per_sm=1, ahead=True),
     Choice(warps=8, rows=1, per_sm=1, ahead=True),
-    Choice(held=True, block=4096),
     Choice(held=False),
 )
 OTHERS = (
@@ -69,7 +69,7 @@ def build(group: Group, target: Target, options: CodegenOptions, choice: Choice)
     live = live_tiles(group) + sums
     least = strip_rows(group, target, held, live)
     warps = choice.warps or num_warps(least * held, live)
-    fits = registers(least * held, live, warps) <= register_limit(target, warps)
+    fits = registers(least * held, live, warps) <= register_limit(target, warps) - DOUBTED
     if choice.held and choice.block and kept_rows(group, target, choice.warps or MAX_WARPS):
         return walked(group, target, choice)
     if not (fits if choice.held is None else choice.held):

@@ -1,4 +1,4 @@
-"""Rows that lie side by side in memory, each too long for a program: cut in parts, which are merged.
+"""Rows that lie side by side in memory and are too long for a program each, cut in parts.
 
 A level of reductions takes two kernels: programs of [columns, rows] tiles leave partial results of
 their part of the columns, and a small one merges them. What the last level allows is computed by a
@@ -15,7 +15,7 @@ from torch import fx
 from trainfuse.codegen import reductions
 from trainfuse.codegen.builder import Builder, Group
 from trainfuse.codegen.choices import Choice
-from trainfuse.codegen.ir import ArgRef, Define, Kernel, Load, Loop, Module, Store, Workspace
+from trainfuse.codegen.ir import ArgRef, Kernel, Load, Loop, Module, Store, Workspace
 from trainfuse.codegen.reductions import Reduction
 from trainfuse.codegen.schedules import online, passes
 from trainfuse.codegen.schedules.ahead import Walk, ahead
@@ -37,9 +37,13 @@ from trainfuse.codegen.tile import Segment, TileAxis, divide_up, power_of_two
 STRIP = 64  # rows of a tile: 128 bytes of halves in a row
 ELEMENTS = 4096  # of a tile
 WARPS = 4
-PROGRAMS_PER_SM = 8
-MAX_PARTS = 128  # that one tile of the merging kernel holds
-MERGED_ROWS = 32  # of that tile
+PARTS = 32  # several times the programs that run at once: the last of them leave little idle
+PROGRAMS_PER_SM = 2  # at least, of few strips
+MAX_PARTS, MERGED = (
+    512,
+    8192,
+)  # parts, and their elements, that one tile of the merging kernel holds
+MERGED_ROWS = 32  # of that tile at most
 MERGE_WARPS = 4
 MAX_TILES = 65535  # of a grid's second dimension
 
@@ -50,7 +54,7 @@ def why_not(group: Group, plan: Sequence[Pass]) -> str | None:
         return "its rows don't lie side by side in memory"
     if any(step.picks for step in plan):
         return "it picks single elements of its rows"
-    if group.domain.extent(group.domain.cols) > MAX_TILES:
+    if divide_up(group.domain.extent(group.domain.cols), ELEMENTS // STRIP) > MAX_TILES:
         return "its rows are too long for a grid"
     return None
 
@@ -93,7 +97,8 @@ class _Split:
         self.block = min(max(1, elements // self.rows), power_of_two(self.width))
         self.strips = divide_up(self.total, self.rows)
         wanted = divide_up((choice.per_sm or PROGRAMS_PER_SM) * target.num_sms, self.strips)
-        self.parts = max(1, min(wanted, MAX_PARTS, divide_up(self.width, self.block)))
+        wanted = wanted if choice.per_sm else max(wanted, PARTS)
+        self.parts = min(wanted, MAX_PARTS, divide_up(self.width, self.block))
         self.kernels: list[Kernel] = []
         self.workspaces: list[Workspace] = []
         self.known: dict[fx.Node, tuple[list[ArgRef], torch.dtype]] = {}
@@ -214,7 +219,7 @@ class _Split:
     ) -> None:
         """The kernel that merges the parts, in a fixed order, and stores what they allow."""
         held = power_of_two(self.parts)
-        rows = min(MERGED_ROWS, power_of_two(self.total))
+        rows = min(MERGED_ROWS, max(1, MERGED // held), power_of_two(self.total))
         part_mask = "part_mask" if held > self.parts else ""
         row_mask = "row_mask" if self.total % rows else ""
         part = TileAxis("part", (), self.parts, (Segment("part", part_mask, held),), 0, False)
