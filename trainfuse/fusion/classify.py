@@ -28,8 +28,8 @@ FEW_ROWS, LONG_ROW = 512, 1 << 15
 # Programs of a row kernel, and elements of each: with fewer and longer ones most of the GPU waits,
 # and summing in slabs, then reading everything again, is faster.
 FEW_PROGRAMS, LONG_PROGRAM = 128, 1 << 17
-# Parts of a nested row that a tile can have; and rows of so many elements are too long for a program
-# each, where there are few: apart, each part has a program of its own.
+# Parts of a nested row that a tile can have. Rows of so many elements are too long for a program
+# each, where there are few of them: apart, each part has a program.
 MAX_PARTS, LONG_NESTED = 64, 1 << 14
 # Rows that lie side by side in memory and share a program: whole sectors of each operand.
 NEIGHBOURS = 32

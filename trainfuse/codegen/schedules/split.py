@@ -39,10 +39,7 @@ ELEMENTS = 4096  # of a tile
 WARPS = 4
 PARTS = 32  # several times the programs that run at once: the last of them leave little idle
 PROGRAMS_PER_SM = 2  # at least, of few strips
-MAX_PARTS, MERGED = (
-    512,
-    8192,
-)  # parts, and their elements, that one tile of the merging kernel holds
+MAX_PARTS, MERGED = 512, 8192  # parts, and elements, of a tile of the merging kernel
 MERGED_ROWS = 32  # of that tile at most
 MERGE_WARPS = 4
 MAX_TILES = 65535  # of a grid's second dimension
@@ -208,8 +205,8 @@ class _Split:
             for name, arg in zip(names, args, strict=True):
                 builder.args[arg] = None
                 builder.body.append(Load(name, arg, "row", mask, "", "of the row"))
-            values = tuple(Value((name,), ROW, 0, dtype) for name in names)
-            builder.scopes[0].values[node] = values if len(values) > 1 else values[0]
+            first, *more = (Value((name,), ROW, 0, dtype) for name in names)
+            builder.scopes[0].values[node] = (first, *more) if more else first
 
     def merge(
         self,
