@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import struct
+import math
+from collections.abc import Sequence
 
 import torch
 
@@ -11,10 +12,12 @@ _KEY_A = 0x9E3779B9
 _KEY_B = 0xBB67AE85
 _ROUND_A = 0xD2511F53
 _ROUND_B = 0xCD9E8D57
-# Largest fp32 factor with 2**31 * factor < 1, as in triton's uint_to_uniform_float.
-_UNIFORM_SCALE = 4.6566127342e-10
 # Counters that are computed at a time: a mask takes little more memory than itself.
 _PIECE = 1 << 20
+BLOCK = 4
+"""Words that one counter gives."""
+# Rows of fewer elements begin where the one before them ends: padding would be much of them.
+_SHORT = 16
 
 _library = torch.library.Library("trainfuse", "FRAGMENT")
 _library.define("seed(Tensor like) -> Tensor", tags=(torch.Tag.nondeterministic_seeded,))
@@ -47,34 +50,42 @@ def philox(
     return c0, c1, c2, c3
 
 
-def uniform(word: torch.Tensor) -> torch.Tensor:
-    """fp32 in [0, 1) from a 32-bit word held in int64, as triton's uint_to_uniform_float."""
-    signed = word.to(torch.int32)  # wraps
-    magnitude = signed ^ (signed >> 31)
-    return magnitude.to(torch.float32) * _UNIFORM_SCALE
+def dropped_words(p: float) -> int:
+    """How many of the 2**32 words, from 0 up, drop their element with probability p."""
+    return round(p * 2**32)
+
+
+def word_shape(shape: Sequence[int]) -> tuple[int, ...]:
+    """The shape whose row-major positions number a mask's words.
+
+    Rows of 16 elements or more are padded to whole blocks of four words: so each begins a block,
+    and a kernel draws four neighbours of a row at once, whatever its length.
+    """
+    if not shape or shape[-1] < _SHORT:
+        return tuple(shape)
+    return (*shape[:-1], shape[-1] + -shape[-1] % BLOCK)
 
 
 def keep_mask(seed: torch.Tensor, offset: int, p: float, shape: list[int]) -> torch.Tensor:
     """Boolean mask that drops each element with probability p.
 
-    seed: int64 [1]. offset: which draw of the program. The element with row-major index i takes
-    word i % 4 of Philox at counter (low32(i // 4), offset, high32(i // 4), 0), and is kept where
-    the word, as a uniform in [0, 1), is at least p (rounded to fp32).
+    seed: int64 [1]. offset: which draw of the program. The element at row-major position i of the
+    `word_shape` takes word i % 4 of Philox at counter (low32(i // 4), offset, high32(i // 4), 0),
+    and is dropped where the word is below p * 2**32.
     """
-    count = 1
-    for size in shape:
-        count *= size
-    blocks = (count + 3) // 4
-    threshold = struct.unpack("f", struct.pack("f", p))[0]
-    parts = []
-    for first in range(0, max(blocks, 1), _PIECE):
+    whole = word_shape(shape)
+    count = math.prod(whole)
+    blocks = -(-count // BLOCK)
+    dropped = dropped_words(p)
+    kept = seed.new_empty((blocks, BLOCK), dtype=torch.bool)
+    for first in range(0, blocks, _PIECE):
         last = min(first + _PIECE, blocks)
         block = torch.arange(first, last, device=seed.device, dtype=torch.int64)
         zero = torch.zeros_like(block)
         words = philox(seed, (block & _MASK32, zero + (offset & _MASK32), block >> 32, zero))
-        parts.append(torch.stack([uniform(word) >= threshold for word in words], dim=-1))
-    lanes = parts[0] if len(parts) == 1 else torch.cat(parts)
-    return lanes.reshape(-1)[:count].reshape(shape)
+        kept[first:last] = torch.stack([word >= dropped for word in words], dim=-1)
+    mask = kept.reshape(-1)[:count].reshape(whole)
+    return mask[..., : shape[-1]].contiguous() if shape else mask
 
 
 def _keep_mask_fake(seed: torch.Tensor, offset: int, p: float, shape: list[int]) -> torch.Tensor:

@@ -21,14 +21,14 @@ keep_mask: Any = torch.ops.trainfuse.keep_mask
 
 
 @triton.jit
-def uniform_kernel(seed_ptr, out_ptr, offset, count, BLOCK: tl.constexpr):
+def words_kernel(seed_ptr, out_ptr, offset, count, BLOCK: tl.constexpr):
     index = tl.arange(0, BLOCK)
     block = (index // 4).to(tl.uint32)
     zero = block * 0
     w0, w1, w2, w3 = tl.philox(tl.load(seed_ptr), block, zero + offset, zero, zero)
     lane = index % 4
     word = tl.where(lane == 0, w0, tl.where(lane == 1, w1, tl.where(lane == 2, w2, w3)))
-    tl.store(out_ptr + index, tl.uint_to_uniform_float(word), mask=index < count)
+    tl.store(out_ptr + index, word.to(tl.int64), mask=index < count)
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2**63 - 1, -5, 123456789012345678])
@@ -36,16 +36,26 @@ def uniform_kernel(seed_ptr, out_ptr, offset, count, BLOCK: tl.constexpr):
 def test_same_bits_as_triton(seed: int, offset: int) -> None:
     count = 1001  # not a multiple of 4: the last counter is used in part
     seeds = torch.tensor([seed], device=DEVICE)
-    theirs = torch.empty(count, device=DEVICE)
-    uniform_kernel[(1,)](seeds, theirs, offset, count, BLOCK=1024)
+    theirs = torch.empty(count, device=DEVICE, dtype=torch.int64)
+    words_kernel[(1,)](seeds, theirs, offset, count, BLOCK=1024)
     block = torch.arange((count + 3) // 4, device=DEVICE)
     zero = torch.zeros_like(block)
     words = philox.philox(seeds, (block, zero + offset, zero, zero))
-    ours = philox.uniform(torch.stack(words, -1)).reshape(-1)[:count]
-    assert torch.equal(ours, theirs)
+    assert torch.equal(torch.stack(words, -1).reshape(-1)[:count], theirs)
     for p in (0.1, 0.5):
-        mask = keep_mask(seeds, offset, p, [count])
-        assert torch.equal(mask, theirs >= torch.tensor(p, dtype=torch.float32, device=DEVICE))
+        assert torch.equal(keep_mask(seeds, offset, p, [count]), theirs >= round(p * 2**32))
+
+
+@pytest.mark.parametrize("width", [1, 3, 7, 15, 16, 17, 18, 20, 255])
+@pytest.mark.parametrize("rows", [(), (6,), (2, 3)])
+def test_rows_of_16_elements_begin_blocks(width: int, rows: tuple[int, ...]) -> None:
+    """Shorter ones follow one another, without a gap."""
+    seed = torch.tensor([-1234567890123456789])
+    mask = keep_mask(seed, 3, 0.5, [*rows, width])
+    pitch = width if width < 16 else -(-width // 4) * 4
+    stream = keep_mask(seed, 3, 0.5, [mask.numel() // width * pitch])
+    assert mask.is_contiguous()
+    assert torch.equal(mask, stream.view(*rows, pitch)[..., :width])
 
 
 def test_philox_known_answer() -> None:
@@ -71,6 +81,7 @@ def test_mask_depends_on_seed_and_draw_not_on_shape() -> None:
     mask = keep_mask(one, 0, 0.5, [64, 8])
     assert torch.equal(mask, keep_mask(one, 0, 0.5, [64, 8]))
     assert torch.equal(mask.flatten(), keep_mask(one, 0, 0.5, [512]))
+    assert keep_mask(one, 0, 0.5, [3, 0]).shape == (3, 0)
     assert not torch.equal(mask, keep_mask(one, 1, 0.5, [64, 8]))
     assert not torch.equal(mask, keep_mask(two, 0, 0.5, [64, 8]))
     assert keep_mask(one, 0, 0.5, [0, 3]).shape == (0, 3)
@@ -137,7 +148,7 @@ def test_dropped_infinity_is_nan_as_in_eager() -> None:
     assert eager.isnan().any()
 
 
-@pytest.mark.parametrize("shape", [[0], [1], [19], [20, 3]])
+@pytest.mark.parametrize("shape", [[0], [1], [19], [20, 3], [3, 19]])
 def test_a_mask_in_pieces_is_the_mask(shape: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     seed = torch.tensor([1234567890123456789])
     whole = philox.keep_mask(seed, 5, 0.5, shape)

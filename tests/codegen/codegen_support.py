@@ -134,7 +134,7 @@ def reference(case: Case, args: Sequence[torch.Tensor], dtype: torch.dtype | Non
 def partial_sums(case: Case, args: Sequence[torch.Tensor]) -> float:
     """Size that partial sums reach on the way: elements walk randomly, sqrt(n) of them."""
     env = dict(zip(case.placeholders, args, strict=True))
-    values = run_nodes(case.nodes, env, dtype=torch.float64)
+    values = run_nodes([*_before(case), *case.nodes], env, dtype=torch.float64)
     sizes = [
         float(v.square().mean().sqrt()) * max(1, v.numel()) ** 0.5
         for v in values.values()

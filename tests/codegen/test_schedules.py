@@ -13,7 +13,6 @@ from torch import Tensor
 from torch._decomp import get_decompositions
 from torch._subclasses import FakeTensorMode
 
-import autodiff.rng  # noqa: F401 -- registers trainfuse.keep_mask
 from autodiff.graph import Refusal
 from trainfuse.codegen.choices import Choice
 from trainfuse.codegen.lower import lower_nodes
@@ -271,64 +270,6 @@ def test_which_rows_are_kept() -> None:
     assert "lib.widen(" not in source(4096, softmax)
     assert "lib.widen(" not in source(32000, softmax, torch.float32)
     assert "lib.widen(" not in source(32000, lambda x: x.float().exp().sum(-1))
-
-
-MASKED: dict[str, Spec] = {
-    "flat": ("keep_vector", lambda m, x: m * x, lambda: [randn(6, 64)]),
-    # 396 divides by 4, but not by the block
-    "flat, odd": ("keep_vector", lambda m, x: m * x, lambda: [randn(6 * 66)]),
-    "rows of 96": ("keep", lambda m, x: F.softmax(m * x, -1), lambda: [randn(6, 3, 96)]),
-    # rows of 23 don't start at multiples of four: one call an element
-    "rows of 23": ("lib.keep(", lambda m, x: F.softmax(m * x, -1), lambda: [randn(60, 23)]),
-    "rows of 768": ("keep", lambda m, x: F.softmax(m * x, -1), lambda: [randn(5, 768)]),
-    "rows of 20000": ("keep_vector", lambda m, x: F.softmax(m * x, -1), lambda: [randn(2, 20000)]),
-    "columns": ("keep", lambda m, x: (m * x).sum(0), lambda: [randn(60, 24)]),
-    "everything": ("keep_vector", lambda m, x: (m * x).sum(), lambda: [randn(60, 24)]),
-    "transposed": ("keep_vector", lambda m, x: m.t() * x.t(), lambda: [randn(60, 24)]),
-    # walked across its rows: neighbours in the tile are far apart in the mask
-    "permuted": (
-        "lib.keep(",
-        lambda m, x: m.t().contiguous() * x.t().contiguous(),
-        lambda: [randn(60, 24)],
-    ),
-}
-
-
-@pytest.mark.parametrize("target", TARGETS)
-@pytest.mark.parametrize("name", MASKED)
-def test_masks_are_the_operators_bits(name: str, target: str) -> None:
-    """One element dropped or kept differently is an error of the size of the element."""
-    function, body, make = MASKED[name]
-    seed = torch.tensor([-1234567890123456789])
-    (x,) = make()
-
-    def fn(seed: Tensor, x: Tensor) -> Any:
-        return body(torch.ops.trainfuse.keep_mask(seed, 3, 0.25, list(x.shape)), x)
-
-    kernel = check(fn, [seed, x], table=NORMS, target=TARGETS[target])
-    assert function in kernel.source
-
-
-@pytest.mark.parametrize("p", [0.0, 1.0, 0.1])
-def test_mask_itself(p: float) -> None:
-    def fn(seed: Tensor) -> Tensor:
-        return torch.ops.trainfuse.keep_mask(seed, 2**31 + 5, p, [7, 33])
-
-    check(fn, [torch.tensor([99])])
-
-
-@pytest.mark.parametrize("target", TARGETS)
-@pytest.mark.parametrize("shape", [(), (1,), (1, 1)])
-@pytest.mark.parametrize("over", [(), (1,), (5, 7)])
-def test_mask_of_one_element(over: tuple[int, ...], shape: tuple[int, ...], target: str) -> None:
-    """It has no index to run along, whatever the kernel's tile."""
-    seed = torch.tensor([-1234567890123456789])
-
-    def fn(seed: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
-        kept = torch.ops.trainfuse.keep_mask(seed, 3, 0.25, list(shape))
-        return kept * x.sin(), kept.float() * 0.5
-
-    check(fn, [seed, torch.randn(over)], target=TARGETS[target])
 
 
 def test_nan_wins_extremes() -> None:

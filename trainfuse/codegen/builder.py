@@ -5,6 +5,7 @@ A schedule says which tile axes there are and where loops stand; the builder loa
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -12,6 +13,7 @@ import torch
 from torch import fx
 
 from autodiff.ops import lookup, op_name
+from autodiff.philox import word_shape
 from trainfuse.codegen import lookups, sources
 from trainfuse.codegen.chosen import Chosen
 from trainfuse.codegen.coarse import coarse_nodes
@@ -35,6 +37,7 @@ from trainfuse.codegen.triton_ops import Unsupported, expression
 from trainfuse.fusion.domains import Domain
 
 aten = torch.ops.aten
+KEEP_MASK = "trainfuse.keep_mask.default"
 
 
 class Group(Protocol):
@@ -56,13 +59,21 @@ class Builder:
     """Statements of one kernel under construction.
 
     segmented: the tile axis that has several segments; values along it have a name for each.
+    extents: how far the tile walks each axis of the domain, where masks have it walk beyond some.
     suffix: of new names, where values are emitted a second time at other places of the tile, along
     the axis `moved`. kept: names of rows that are held as they were read, by input and index.
     """
 
-    def __init__(self, group: Group, tile: Sequence[TileAxis], segmented: str) -> None:
+    def __init__(
+        self,
+        group: Group,
+        tile: Sequence[TileAxis],
+        segmented: str,
+        extents: Sequence[int] | None = None,
+    ) -> None:
         self.group = group
         self.domain = group.domain
+        self.extents = group.domain.sizes if extents is None else tuple(extents)
         self.members = set(group.nodes)
         self.tile = {axis.name: axis for axis in tile}
         self.segmented = self.moved = segmented
@@ -176,7 +187,7 @@ class Builder:
             return lookups.load(self, node)
         if kind == "creation":
             return sources.create(self, node)
-        if op_name(node.target) == "trainfuse.keep_mask.default":
+        if op_name(node.target) == KEEP_MASK:
             return sources.random(self, node)
         if node in self.domain.reduced and not self.domain.reduced[node]:
             return self.unreduced(node)
@@ -302,7 +313,7 @@ class Builder:
                 axis.axes,
                 self.segment(axis.name, index).index,
                 strides,
-                self.domain.sizes,
+                self.extents,
                 self.sizes,
             )
         ]
@@ -326,7 +337,7 @@ class Builder:
         for axis in self.tile.values():
             partly = any(a in own for a in axis.axes)
             if axis.shared or partly:
-                texts = first_only(axis.axes, "{index}", own, self.domain.sizes)
+                texts = first_only(axis.axes, "{index}", own, self.extents)
                 conditions.extend((axis.name, text) for text in texts)
         depth = self.depth_of(deps | {name for name, _ in conditions}, (value,))
         held = {name for name, _ in conditions} - deps
@@ -358,4 +369,10 @@ def wide(group: Group) -> bool:
     """Whether the group's offsets need 64 bits."""
     values = [node.meta["val"] for node in (*group.inputs, *group.outputs)]
     tensors = [value for value in values if isinstance(value, torch.Tensor)]
-    return needs_int64(tensors, group.domain.extent(range(len(group.domain.sizes))))
+    words = [math.prod(word_shape(node.meta["val"].shape)) for node in masks(group)]
+    return needs_int64(tensors, max([group.domain.extent(range(len(group.domain.sizes))), *words]))
+
+
+def masks(group: Group) -> list[fx.Node]:
+    """The random masks that a group draws."""
+    return [node for node in group.nodes if op_name(node.target) == KEEP_MASK]

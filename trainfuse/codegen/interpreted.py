@@ -114,6 +114,12 @@ def widen(x: Any) -> Any:
     return x.to(tl.float32)
 
 
+def product(a: Any, b: Any) -> tuple[Any, Any]:
+    """Low and high words of a product of words."""
+    whole = a.to(tl.uint64) * b.to(tl.uint64)
+    return whole.to(tl.uint32), (whole >> 32).to(tl.uint32)
+
+
 def reduce_sum(x: Any, axis: int, keep_dims: bool) -> Any:
     """Sum along an axis by halves, as a GPU's tree does; np.sum adds rows one after another."""
     data = np.moveaxis(x.handle.data, axis, 0)

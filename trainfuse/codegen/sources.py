@@ -8,11 +8,12 @@ import torch
 from torch import fx
 
 from autodiff.ops import op_name
+from autodiff.philox import dropped_words
 from trainfuse.codegen.ir import Map, Random
 from trainfuse.codegen.op_text import Unsupported
 from trainfuse.codegen.scalars import TRITON_TYPE, compute_dtype, literal
 from trainfuse.codegen.scope import Value
-from trainfuse.codegen.tile import axis_strides, row_major, run_terms
+from trainfuse.codegen.tile import axis_strides, run_terms, word_strides
 from trainfuse.fusion.arguments import argument
 
 if TYPE_CHECKING:
@@ -67,11 +68,10 @@ def create(builder: Builder, node: fx.Node) -> Value:
 
 
 def random(builder: Builder, node: fx.Node) -> Value:
-    """trainfuse.keep_mask: by fours where the flat index runs along the tile's inner axis."""
+    """trainfuse.keep_mask: by fours where the mask's last dim runs along the tile's inner axis."""
     seed = builder.value(node.args[0])  # type: ignore[arg-type]  # the seed tensor
     offset, p = argument(node, "offset"), argument(node, "p")
-    shape = row_major(node.meta["val"].shape)
-    strides = axis_strides(builder.domain.axes[node], shape, builder.domain.sizes)
+    strides = word_strides(builder.domain, node)
     deps = builder.dependences(strides)
     names, depth = builder.define(node, deps, (seed,))
     for index, name in enumerate(names):
@@ -85,22 +85,22 @@ def random(builder: Builder, node: fx.Node) -> Value:
         builder.scopes[depth].body.append(
             Random(
                 name,
-                f"{function}({seed.names[0]}, {offset & 0xFFFFFFFF}, {text}, {p!r})",
-                op_name(node.target),
+                f"{function}({seed.names[0]}, {offset & 0xFFFFFFFF}, {text}, {dropped_words(p)})",
+                f"{op_name(node.target)}, p = {p!r}",
             )
         )
     return builder.put(node, Value(tuple(names), deps, depth, torch.bool))
 
 
 def quads(builder: Builder, strides: dict[int, int], deps: frozenset[str], index: int) -> str:
-    """Flat positions / 4 of the tile's groups of four neighbours; "" when it has none."""
+    """Blocks of four words, of the tile's groups of four neighbours; "" when it has none."""
     held = [axis for axis in builder.tile.values() if axis.position is not None]
     if not held:
         return ""
     inner = max(held, key=lambda axis: axis.position or 0)
     segment = builder.segment(inner.name, index)
     blocks = [axis.name for axis in held]
-    terms = run_terms(inner.axes, "i", strides, builder.domain.sizes, {})
+    terms = run_terms(inner.axes, "i", strides, builder.extents, {})
     if terms != ["i"] or segment.width % 4 or segment.quad is None:
         return ""
     if not frozenset(blocks) <= deps and builder.rank > 1:
@@ -114,7 +114,7 @@ def quads(builder: Builder, strides: dict[int, int], deps: frozenset[str], index
         for axis in builder.tile.values()
         if axis is not inner
         for term in run_terms(
-            axis.axes, builder.segment(axis.name, index).index, quarter, builder.domain.sizes, {}
+            axis.axes, builder.segment(axis.name, index).index, quarter, builder.extents, {}
         )
     ]
     lanes = f"tl.arange(0, {segment.width // 4})"

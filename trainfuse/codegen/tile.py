@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
+from autodiff.philox import word_shape
 from trainfuse.fusion.domains import Domain
 
 INT32_LIMIT = 1 << 31
@@ -109,6 +110,13 @@ def row_major(shape: Sequence[int]) -> tuple[int, ...]:
 def value_strides(domain: Domain, node: fx.Node) -> dict[int, int]:
     """Strides along the domain's axes of a value as it lies in memory."""
     return axis_strides(domain.axes[node], node.meta["val"].stride(), domain.sizes)
+
+
+def word_strides(domain: Domain, mask: fx.Node) -> dict[int, int]:
+    """Words between neighbours of a random mask along the domain's axes."""
+    return axis_strides(
+        domain.axes[mask], row_major(word_shape(mask.meta["val"].shape)), domain.sizes
+    )
 
 
 def runs(

@@ -7,7 +7,7 @@ import triton.language as tl
 
 if triton.knobs.runtime.interpret:
     from trainfuse.codegen import interpreted as libdevice
-    from trainfuse.codegen.interpreted import reduce_max, reduce_min, reduce_sum, widen
+    from trainfuse.codegen.interpreted import product, reduce_max, reduce_min, reduce_sum, widen
 else:
     from triton.language.extra import libdevice
 
@@ -38,8 +38,24 @@ else:
         )
         return again.to(tl.float32)
 
+    @triton.jit
+    def product(a, b):
+        """Low and high words of a product of words, of one instruction.
 
-__all__ = ["libdevice", "reduce_max", "reduce_min", "reduce_sum", "widen"]
+        Of tl.umulhi and `*` ptxas makes two. Where 64-bit arithmetic gives both, Triton's cost
+        model rather moves the results between threads than have them where they are needed.
+        """
+        return tl.inline_asm_elementwise(
+            "{ .reg .b64 both; mul.wide.u32 both, $2, $3; mov.b64 {$0, $1}, both; }",
+            "=r,=r,r,r",
+            [a, b],
+            dtype=(tl.uint32, tl.uint32),
+            is_pure=True,
+            pack=1,
+        )
+
+
+__all__ = ["libdevice", "product", "reduce_max", "reduce_min", "reduce_sum", "widen"]
 
 
 @triton.jit
@@ -101,48 +117,64 @@ def floor_divide_float(a, b):
 
 
 @triton.jit
-def keep(seed, offset, index, p: tl.constexpr):
-    """Bernoulli mask, one Philox call an element: trainfuse.keep_mask at flat positions `index`."""
+def keep(seed, offset, index, dropped: tl.constexpr):
+    """trainfuse.keep_mask at positions `index` of its words, one Philox call an element.
+
+    dropped: words below it drop their element.
+    """
     quad = index // 4
     lane = index % 4
-    low, high = _words(quad)
-    r0, r1, r2, r3 = tl.philox(seed, low, _like(low, offset), high, low * 0)
+    r0, r1, r2, r3 = _philox(seed, offset, quad)
     bits = tl.where(lane < 2, tl.where(lane == 0, r0, r1), tl.where(lane == 2, r2, r3))
-    return tl.uint_to_uniform_float(bits) >= p
+    return _kept(bits, dropped)
 
 
 @triton.jit
-def keep_vector(seed, offset, quad, p: tl.constexpr):
+def keep_vector(seed, offset, quad, dropped: tl.constexpr):
     """The same for 4 consecutive positions a quad: [Q] quads give [4 Q] elements."""
-    low, high = _words(quad)
-    r0, r1, r2, r3 = tl.philox(seed, low, _like(low, offset), high, low * 0)
+    r0, r1, r2, r3 = _philox(seed, offset, quad)
     pairs = tl.join(tl.join(r0, r2), tl.join(r1, r3))  # [Q, 2, 2], in order of words
-    return tl.uint_to_uniform_float(tl.reshape(pairs, (4 * quad.shape[0],))) >= p
+    return _kept(tl.reshape(pairs, (4 * quad.shape[0],)), dropped)
 
 
 @triton.jit
-def keep_rows(seed, offset, quad, p: tl.constexpr):
+def keep_rows(seed, offset, quad, dropped: tl.constexpr):
     """The same for a tile: [R, Q] quads give [R, 4 Q] elements."""
-    low, high = _words(quad)
-    r0, r1, r2, r3 = tl.philox(seed, low, _like(low, offset), high, low * 0)
+    r0, r1, r2, r3 = _philox(seed, offset, quad)
     pairs = tl.join(tl.join(r0, r2), tl.join(r1, r3))
-    return tl.uint_to_uniform_float(tl.reshape(pairs, (quad.shape[0], 4 * quad.shape[1]))) >= p
+    return _kept(tl.reshape(pairs, (quad.shape[0], 4 * quad.shape[1])), dropped)
 
 
 @triton.jit
-def _words(quad):
-    """Low and high 32-bit words of a Philox counter."""
-    low = quad.to(tl.uint32)
-    if quad.dtype == tl.int64:
-        high = (quad >> 32).to(tl.uint32)
+def _kept(word, dropped: tl.constexpr):
+    """Whether a word keeps its element: where all 2**32 are dropped, none does."""
+    return word >= dropped if dropped < 4294967296 else word != word
+
+
+@triton.jit
+def _philox(seed, offset, quad):
+    """Four words a quad: Philox4x32-10, as tl.philox."""
+    k0, k1 = _words(seed)
+    c0, c2 = _words(quad)
+    c1, c3 = (c0 * 0 + offset).to(tl.uint32), c0 * 0
+    for _ in tl.static_range(10):
+        low_0, high_0 = product(c2, tl.full([], 0xCD9E8D57, tl.uint32))
+        low_1, high_1 = product(c0, tl.full([], 0xD2511F53, tl.uint32))
+        c0, c1, c2, c3 = high_0 ^ c1 ^ k0, low_0, high_1 ^ c3 ^ k1, low_1
+        k0 = tl.add(k0, 0x9E3779B9, sanitize_overflow=False)
+        k1 = tl.add(k1, 0xBB67AE85, sanitize_overflow=False)
+    return c0, c1, c2, c3
+
+
+@triton.jit
+def _words(number):
+    """Low and high 32-bit words."""
+    low = number.to(tl.uint32)
+    if number.dtype == tl.int64:
+        high = (number >> 32).to(tl.uint32)
     else:
         high = low * 0
     return low, high
-
-
-@triton.jit
-def _like(words, value):
-    return (words * 0 + value).to(tl.uint32)
 
 
 @triton.jit

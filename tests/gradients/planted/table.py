@@ -10,6 +10,7 @@ from torch import fx
 
 from autodiff import cut, rng
 from autodiff.graph import TrainingGraph
+from autodiff.philox import dropped_words
 from autodiff.rewrite import GraphEdit
 from tests.gradients.planted.planting import (
     Fault,
@@ -26,6 +27,7 @@ from tests.gradients.planted.planting import (
 from tests.gradients.planted.trainings import MODEL_WIDTH
 from trainfuse.capture.optimizers import UpdateHandle
 from trainfuse.codegen import lower as lowering
+from trainfuse.codegen import tile
 from trainfuse.runtime import foreach, foreach_launch, launch, memory
 
 aten: Any = torch.ops.aten
@@ -398,6 +400,14 @@ def _same_offset(function: Any, met: Any) -> Any:
     return rewrite
 
 
+def _unpadded(function: Any, met: Any) -> Any:
+    def word_shape(shape: Any) -> Any:
+        met()
+        return tuple(shape)
+
+    return word_shape
+
+
 def _unscaled(function: Any, met: Any) -> Any:
     def scale(p: float) -> float:
         met()
@@ -413,7 +423,9 @@ def _rng(name: str, plant: Plant, verify: Any = "step") -> Fault:
 RNG = (
     _rng("fresh mask in the backward", text((r"(lib\.keep\w*\(x\d+), (\d+),", r"\1, \2 + 7,")),
          "kernels"),
-    _rng("wrong rate", text((r"(lib\.keep\w*\(.*), 0\.3\)", r"\1, 0.35)")), "kernels"),
+    _rng("wrong rate", text((rf"(lib\.keep\w*\(.*), {dropped_words(0.3)}\)",
+                             rf"\1, {dropped_words(0.35)})")), "kernels"),
+    _rng("rows begin within blocks", patched(tile, "word_shape", _unpadded), "kernels"),
     _rng("stale seed", edited(_stale), 1),
     _rng("neighbours share a mask", patched(rng, "_rewrite_dropout", _same_offset)),
     _rng("wrong scale", patched(rng, "_scale", _unscaled)),

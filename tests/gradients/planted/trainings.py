@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from trainfuse.testing import Training
 
 ROWS = 600  # more than one block of 512 rows in the interpreter, and not a multiple of it
-MODEL_WIDTH, INNER_WIDTH = 12, 28
+MODEL_WIDTH, INNER_WIDTH = 12, 30  # the latter: no multiple of four, so its masks are padded
 WIDE = 2100  # more than one tile of 2048 columns in the interpreter, and not a multiple of it
 LONG = 150  # more than two chunks of 64 columns, and not a multiple of them
 

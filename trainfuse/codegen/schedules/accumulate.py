@@ -19,6 +19,7 @@ from trainfuse.codegen.schedules.ahead import Walk, ahead
 from trainfuse.codegen.schedules.common import (
     constants,
     describe,
+    inside,
     kernel,
     lanes,
     levels,
@@ -44,8 +45,9 @@ class Plan:
     grid_cols: programs along the columns. ahead: whether a step's rows are loaded during the one
     before. walked: one row at a time, read segment by segment, anew
     for each level of its reductions: only accumulators are held. kept: inputs whose walked rows
-    are held, too, as they are read. max_registers: that a thread of
-    the main kernel may take, where several programs are to share a multiprocessor.
+    are held, too, as they are read. max_registers: that a thread of the main kernel may take,
+    where several programs are to share a multiprocessor. extents: of the domain's axes as they are
+    walked, if not their sizes.
     """
 
     programs: int
@@ -58,6 +60,7 @@ class Plan:
     walked: bool = False
     kept: tuple[fx.Node, ...] = ()
     max_registers: int | None = None
+    extents: tuple[int, ...] | None = None
 
 
 def late_nodes(group: Group) -> tuple[list[fx.Node], list[fx.Node]]:
@@ -107,7 +110,7 @@ def row_loop(
     else:
         builder.note("row", f"{start} + {lanes(row, builder.rank)}")
     if row.segments[0].mask:
-        builder.note("row_mask", "row < ROWS")
+        builder.note("row_mask", inside(builder, row, "row", "ROWS"))
     preload(builder, [*early, *(acc.red.node for acc in accs)])
     for node in early:
         if domain.reduced.get(node):
@@ -115,8 +118,9 @@ def row_loop(
         if node in group.outputs:
             builder.store(node)
     step = plan.programs * plan.block
+    seen = f"start // {step} + 1" if builder.extents == group.domain.sizes else ""
     for acc in accs:
-        reductions.accumulate(builder, acc, f"start // {step} + 1")
+        reductions.accumulate(builder, acc, seen)
     body = builder.pop()
     first = "tl.program_id(0)" if plan.block == 1 else f"tl.program_id(0) * {plan.block}"
     loop = Loop("start", first, "ROWS", str(step), body)
@@ -249,7 +253,7 @@ def build(
     columns' indices and masks, (name, expression).
     """
     early, late = late_nodes(group)
-    builder = Builder(group, tile, "col" if len(tile) > 1 else "row")
+    builder = Builder(group, tile, "col" if len(tile) > 1 else "row", plan.extents)
     accs = accumulators(group, tile, late)
     sizes = [("ROWS", tile[0].size), *(("COLS", axis.size) for axis in tile[1:])]
     constants(builder, sizes)

@@ -8,9 +8,10 @@ from collections.abc import Iterable, Sequence
 from torch import fx
 
 from autodiff.ops import lookup, op_name
-from trainfuse.codegen.builder import Builder, Group, wide
+from autodiff.philox import BLOCK
+from trainfuse.codegen.builder import Builder, Group, masks, wide
 from trainfuse.codegen.ir import Constant, Kernel
-from trainfuse.codegen.tile import Segment, TileAxis, cover
+from trainfuse.codegen.tile import Segment, TileAxis, cover, run_terms, word_strides
 from trainfuse.fusion.domains import Domain
 
 THREADS = 32
@@ -103,6 +104,35 @@ def preload(builder: Builder, nodes: Iterable[fx.Node]) -> None:
     for node in nodes:
         if node in builder.domain.indirect and node not in waiting:
             builder.value(node)
+
+
+def row_extents(group: Group, order: Sequence[int]) -> tuple[int, ...]:
+    """Sizes of the axes as a flat walk in an order takes them, so that masks are drawn by fours.
+
+    Where a mask's rows end within a block of words the innermost axis goes on to the block's end.
+    """
+    domain = group.domain
+    if not order:
+        return domain.sizes
+    inner = order[-1]
+    for mask in masks(group):
+        strides = word_strides(domain, mask)
+        beyond = -domain.sizes[inner] % BLOCK
+        extents = (*domain.sizes[:inner], domain.sizes[inner] + beyond, *domain.sizes[inner + 1 :])
+        for sizes in (domain.sizes, extents):
+            if run_terms(order, "i", strides, sizes, {}) == ["i"]:
+                return sizes
+    return domain.sizes
+
+
+def inside(builder: Builder, axis: TileAxis, index: str, limit: str) -> str:
+    """The condition that lanes of a flat walk are elements; limit: text of the walk's length."""
+    tests = [f"{index} < {limit}"] if axis.size % axis.segments[0].width else []
+    inner = axis.axes[-1]
+    extent, size = builder.extents[inner], builder.domain.sizes[inner]
+    if extent != size:
+        tests.append(f"{index} % {extent} < {size}")
+    return " & ".join(f"({test})" for test in tests) if len(tests) > 1 else "".join(tests)
 
 
 def reads(node: fx.Node, operand: fx.Node) -> bool:

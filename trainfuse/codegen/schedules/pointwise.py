@@ -18,12 +18,14 @@ from trainfuse.codegen.schedules import banded
 from trainfuse.codegen.schedules.common import (
     constants,
     describe,
+    inside,
     kernel,
     live_tiles,
     long,
     needed,
     own_axes,
     preload,
+    row_extents,
     widest,
 )
 from trainfuse.codegen.targets import CodegenOptions, Target
@@ -130,18 +132,19 @@ def flat(
     choice: Choice,
     absent: fx.Node | None = None,
 ) -> Module:
-    """A flat range of elements; no mask when blocks divide it."""
-    size = group.domain.extent(order)
+    """A flat range of elements; no mask when blocks divide it, and no row is walked beyond."""
+    extents = row_extents(group, order)
+    size = math.prod(extents[axis] for axis in order)
     block, num_warps = flat_block(group, target, size, choice)
     quad = f"tl.program_id(0) * {block // 4}" if block % 4 == 0 else None
-    mask = "" if size % block == 0 else "i_mask"
+    mask = "i_mask" if size % block or extents != group.domain.sizes else ""
     axis = TileAxis("i", tuple(order), size, (Segment("i", mask, block, quad),), 0, True)
-    builder = Builder(group, [axis], "i")
-    constants(builder, [("SIZE", size)] if mask else [])
+    builder = Builder(group, [axis], "i", extents)
+    constants(builder, [("SIZE", size)])
     base = long(group, "tl.program_id(0)")
     builder.note("i", f"{base} * {block} + tl.arange(0, {block})")
     if mask:
-        builder.note("i_mask", "i < SIZE")
+        builder.note(mask, inside(builder, axis, "i", "SIZE"))
     builder.bind("i")
     if absent is not None:
         builder.zero(absent)
