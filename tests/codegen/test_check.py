@@ -28,11 +28,12 @@ for name in sys.argv[3:]:
     case = trace(fn, fakes(shapes), NORMS)
     types = [[n.meta["val"].dtype for n in nodes] for nodes in (case.externals, case.outputs)]
     for use in compile_only(lowered(case, target), *types, target):
-        print(json.dumps([name, use.function, use.registers, use.stack, use.vector_bytes]))
+        numbers = [use.registers, use.stack, use.vector_bytes, use.shared, use.ptx.count("mul.hi")]
+        print(json.dumps([name, use.function, *numbers]))
 """
 
 
-def compiled(target: Target, *names: str) -> list[tuple[str, str, int, int, int]]:
+def compiled(target: Target, *names: str) -> list[tuple[str, str, int, int, int, int, int]]:
     path = os.pathsep.join([str(ROOT), str(HERE), os.environ.get("PYTHONPATH", "")])
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT, target.arch, str(target.num_sms), *names],
@@ -63,7 +64,7 @@ NORMS = [
 
 
 def test_norms_over_channels_do_not_spill() -> None:
-    for name, function, registers, stack, vector in compiled(H200, *NORMS):
+    for name, function, registers, stack, vector, *_ in compiled(H200, *NORMS):
         assert stack == 0, (name, function)
         assert registers <= CEILING, (name, function)
         if function != "tail_kernel":
@@ -76,8 +77,22 @@ def test_no_spills(target: Target) -> None:
     names = ["dropout_add_norm", "bias_gelu", "softmax", "norm_backward", "gelu_backward_bias"]
     uses = compiled(target, *(names if target is H200 else names[:1]))
     assert len(uses) >= (7 if target is H200 else 1)
-    for name, function, registers, stack, vector in uses:
+    for name, function, registers, stack, vector, *_ in uses:
         assert stack == 0, (name, function)
         assert registers <= CEILING, (name, function)
         if function not in ("tail_kernel",):
             assert vector == 16, (name, function)
+
+
+def test_rows_at_odd_addresses_stay_where_they_are_read() -> None:
+    """Weights and partial sums lie aligned: no thread may hold its neighbours because of them."""
+    for name, function, _, stack, _, shared, _ in compiled(H200, "norm_backward_odd"):
+        assert stack == 0, (name, function)
+        assert shared < 1024, (name, function)  # reductions; a segment of 4099 takes 4096
+
+
+def test_a_product_of_words_is_one_instruction() -> None:
+    """Two multiplications for its halves would be a third of a mask's arithmetic."""
+    for name, function, _, stack, _, _, high in compiled(H200, "dropout_odd", "dropout_add_norm"):
+        assert stack == 0, (name, function)
+        assert high <= 20, (name, function)  # of ten rounds' two products; a division's

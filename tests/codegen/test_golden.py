@@ -26,9 +26,12 @@ NORMS = get_decompositions(
 )
 
 
+def dropout(seed: Tensor, x: Tensor) -> Tensor:
+    return torch.ops.trainfuse.keep_mask(seed, 3, 0.1, list(x.shape)) * x / 0.9
+
+
 def dropout_add_norm(seed: Tensor, x: Tensor, residual: Tensor, w: Tensor, b: Tensor) -> Any:
-    kept = torch.ops.trainfuse.keep_mask(seed, 3, 0.1, list(x.shape)) * x / 0.9
-    total = kept + residual
+    total = dropout(seed, x) + residual
     return total, F.layer_norm(total, (x.shape[-1],), w, b)
 
 
@@ -85,7 +88,7 @@ def group_norm_backward(g: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, w: Ten
 
 IMAGE, CHANNELS = (32, 56, 56, 256), ((256,), torch.float32)
 GROUPS, AFFINE = ((16, 32, 1, 1), torch.float32), ((1, 32, 10, 1), torch.float32)
-ROWS = (16384, 4096)
+ROWS, ODD = (16384, 4096), (2048, 4099)
 IDS, ORDER = ((16, 1024), torch.int64), ((16384,), torch.int64)
 KEYS = ((16384,), torch.int16)
 Shape = tuple[int, ...]
@@ -95,6 +98,9 @@ CASES: dict[str, tuple[Callable[..., Any], list[Shape | tuple[Shape, torch.dtype
     "softmax": (lambda x: F.softmax(x, -1), [(32, 12, 512, 512)]),
     "softmax_long": (lambda x: F.softmax(x, -1), [(4096, 50257)]),
     "dropout_add_norm": (dropout_add_norm, [(1,), ROWS, ROWS, (4096,), (4096,)]),
+    "dropout_odd": (dropout, [(1,), ODD]),
+    "dropout_add_norm_odd": (dropout_add_norm, [(1,), ODD, ODD, (4099,), (4099,)]),
+    "norm_backward_odd": (norm_backward, [ODD, ODD, (2048, 1), (2048, 1), (4099,)]),
     "norm_backward": (norm_backward, [ROWS, ROWS, (16384, 1), (16384, 1), (4096,)]),
     "norm_backward_768": (
         norm_backward,

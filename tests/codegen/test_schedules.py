@@ -17,6 +17,7 @@ from autodiff.graph import Refusal
 from trainfuse.codegen.choices import Choice
 from trainfuse.codegen.lower import lower_nodes
 from trainfuse.codegen.targets import SIMULATED, CodegenOptions, Target
+from trainfuse.codegen.tile import cover
 
 aten = torch.ops.aten
 randn = torch.randn
@@ -346,6 +347,32 @@ def test_a_wrong_kernel_fails_the_check() -> None:
     right = reference(case, args, torch.float64)
     assert error(run_case(case, args, kernel)[0], right[0]) <= 1e-7
     assert error(wrong[0], right[0]) > 1e-7
+
+
+@pytest.mark.parametrize("width", [4096, 4097, 4099, 4224, 5000, 5120, 7000, 9000, 20000])
+def test_rows_are_covered_with_few_lanes_to_spare(width: int) -> None:
+    blocks = cover(width)
+    assert [start for start, _ in blocks] == [
+        sum(w for _, w in blocks[:i]) for i in range(len(blocks))
+    ]
+    lanes = sum(w for _, w in blocks)
+    assert width <= lanes <= 1.34 * width
+    assert all(start + w <= width for start, w in blocks[:-1])
+    assert len(blocks) <= 8
+
+
+def test_threads_hold_as_many_columns_as_their_rows_can_move() -> None:
+    """Where weights beside them would have them hold more."""
+
+    def source(fn: Any, width: int, dtype: torch.dtype = torch.bfloat16) -> str:
+        args = [randn(4, width).to(dtype), randn(width).to(dtype), randn(width).to(dtype)]
+        return lowered(trace(fn, args, NORMS), TARGETS["gpu"]).source
+
+    assert "tl.max_contiguous(tl.arange(0, 1024), 1)" in source(norm, 1001)
+    assert "tl.max_contiguous(tl.arange(0, 1024), 4)" in source(norm, 1004)
+    assert "max_contiguous" not in source(norm, 1008)
+    assert "max_contiguous" not in source(norm, 1004, torch.float32)
+    assert "max_contiguous" not in source(lambda x, *_: F.softmax(x, -1), 1001)
 
 
 def test_64_bit_offsets_when_a_tensor_needs_them() -> None:

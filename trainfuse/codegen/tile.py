@@ -12,8 +12,9 @@ from autodiff.philox import word_shape
 from trainfuse.fusion.domains import Domain
 
 INT32_LIMIT = 1 << 31
-_LONG, _EQUAL, _MOST_EQUAL = 4096, 512, 8
-"""Rows longer than _LONG are covered by up to _MOST_EQUAL equal blocks of at least _EQUAL."""
+_LONG, _EQUAL, _MOST_EQUAL, _FULL = 4096, 512, 8, 0.75
+"""Rows longer than _LONG are covered by up to _MOST_EQUAL equal blocks: of at least _EQUAL where
+these are exact, of any width where a row would be less than _FULL of a single block."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,11 +67,15 @@ def cover(size: int, smallest: int = 128, pieces: int = 3) -> list[tuple[int, in
     """(start, width) of power-of-two blocks that cover `size`, exactly when few of them do.
 
     768 is 512 + 256: no lane is wasted, no mask needed. 1000 is one masked block. Long rows take
-    equal blocks, 5120 five of 1024: each thread then holds as much of one as of the next.
+    equal blocks, 5120 five of 1024: each thread then holds as much of one as of the next. So does
+    4099, which would be half of one.
     """
     lowest = size & -size
     if size > _LONG and lowest >= _EQUAL and size // lowest <= _MOST_EQUAL:
         return [(start, lowest) for start in range(0, size, lowest)]
+    if size > _LONG and size % smallest and size < _FULL * power_of_two(size):
+        width = power_of_two(divide_up(size, _MOST_EQUAL))
+        return [(start, width) for start in range(0, size, width)]
     blocks: list[tuple[int, int]] = []
     start = 0
     while start < size:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Sequence
 
@@ -11,10 +12,18 @@ from autodiff.ops import lookup, op_name
 from autodiff.philox import BLOCK
 from trainfuse.codegen.builder import Builder, Group, masks, wide
 from trainfuse.codegen.ir import Constant, Kernel
-from trainfuse.codegen.tile import Segment, TileAxis, cover, run_terms, word_strides
+from trainfuse.codegen.tile import (
+    Segment,
+    TileAxis,
+    cover,
+    run_terms,
+    value_strides,
+    word_strides,
+)
 from trainfuse.fusion.domains import Domain
 
 THREADS = 32
+VECTOR_BYTES = 16
 
 
 def needed(group: Group) -> list[fx.Node]:
@@ -217,11 +226,51 @@ def column_definitions(group: Group, col: TileAxis, rank: int) -> list[tuple[str
     start = 0
     for index, segment in enumerate(col.segments):
         text = lanes(col, rank, index)
-        found.append((segment.index, long(group, f"{start} + {text}" if start else text)))
+        text = columns(group, col, rank, f"{start} + {text}" if start else text)
+        found.append((segment.index, text))
         if segment.mask:
             found.append((segment.mask, f"{segment.index} < COLS"))
         start += segment.width
     return found
+
+
+def columns(group: Group, col: TileAxis, rank: int, text: str) -> str:
+    """A column index, of which a thread has as many neighbours as can be moved at once.
+
+    Triton has it hold what any operand allows: eight of a row of weights, and then of rows that
+    begin at odd addresses, too, each lane 16 bytes from the next. Lane by lane these are read whole
+    sectors at a time, and what a block holds past a row's end is no code.
+    """
+    text, together = long(group, text), neighbours(group)
+    if together is None:
+        return text
+    hint = f"[{together}, 1]" if col.position == 0 else f"[1, {together}]"
+    return f"tl.max_contiguous({text}, {hint if rank > 1 else together})"
+
+
+def neighbours(group: Group) -> int | None:
+    """Elements of a row that can be moved at once, where threads would hold more of something else.
+
+    That is an operand or partial sums along the columns alone, or a mask. None where rows are moved
+    in whole vectors, or their elements lie apart.
+    """
+    domain = group.domain
+    rows, cols = frozenset(domain.rows), frozenset(domain.cols)
+    owns = [own_axes(domain, node) for node in group.inputs if node in domain.axes]
+    summed = any(axes & rows for axes in domain.reduced.values())
+    if not (summed or masks(group) or any(own and own <= cols for own in owns)):
+        return None
+    found: list[int] = []
+    for node in (*group.inputs, *group.outputs):
+        if node in domain.axes and len(own_axes(domain, node)) == len(domain.sizes):
+            strides = value_strides(domain, node)
+            apart = math.gcd(*(step for axis, step in strides.items() if axis != domain.cols[-1]))
+            if strides[domain.cols[-1]] != 1 or apart == 0:
+                return None
+            found.append(apart & -apart)
+            if found[-1] * node.meta["val"].dtype.itemsize >= VECTOR_BYTES:
+                return None
+    return max(found, default=None)
 
 
 def constants(builder: Builder, pairs: Iterable[tuple[str, int]]) -> None:

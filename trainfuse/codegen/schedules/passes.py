@@ -12,7 +12,7 @@ from trainfuse.codegen.ir import Barrier, Loop
 from trainfuse.codegen.reductions import Accumulator, Reduction
 from trainfuse.codegen.schedules import online
 from trainfuse.codegen.schedules.ahead import Walk, ahead
-from trainfuse.codegen.schedules.common import aligned, lanes, levels, long, own_axes, read_by
+from trainfuse.codegen.schedules.common import aligned, columns, lanes, levels, own_axes, read_by
 from trainfuse.codegen.schedules.online import Pair, pairs
 
 ROW = frozenset({"row"})
@@ -110,8 +110,9 @@ def walk(builder: Builder, step: Pass, back: bool, *, early: bool) -> None:
     if back:
         last = (builder.tile["col"].size - 1) // width * width
         builder.note("start", f"{last} - done", "backwards: the last chunks are in the cache")
-    text = lanes(builder.tile["col"], builder.rank)
-    builder.note("col", long(builder.group, f"start + {text}"))
+    col = builder.tile["col"]
+    text = lanes(col, builder.rank)
+    builder.note("col", columns(builder.group, col, builder.rank, f"start + {text}"))
     if segment.mask:
         builder.note(segment.mask, "col < COLS")
     # walked backwards, the block with lanes outside comes first: their counts lag behind
@@ -123,7 +124,8 @@ def walk(builder: Builder, step: Pass, back: bool, *, early: bool) -> None:
     for node in step.wide:
         builder.store(node)
     loop = Loop("done" if back else "start", "0", "COLS", str(width), builder.pop())
-    first = long(builder.group, f"{last} + {text}" if last else text)
+    text = f"{last} + {text}" if last else text
+    first = columns(builder.group, col, builder.rank, text)
     inside = "({0} >= 0) & ({0} < COLS)" if back else "{0} < COLS"
     way = Walk("col", first, str(-width if back else width), inside)
     builder.body.extend(ahead(loop, way) if early else (loop,))

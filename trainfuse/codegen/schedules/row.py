@@ -15,6 +15,7 @@ from trainfuse.codegen.schedules.common import (
     aligned,
     column_definitions,
     column_segments,
+    columns,
     constants,
     describe,
     kernel,
