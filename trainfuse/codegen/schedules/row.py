@@ -15,7 +15,6 @@ from trainfuse.codegen.schedules.common import (
     aligned,
     column_definitions,
     column_segments,
-    columns,
     constants,
     describe,
     kernel,
