@@ -71,8 +71,7 @@ def classify(
         check_wide(nodes, sides, width)
     if kind == "row" and not rows and width > MAX_SINGLE_PROGRAM:
         raise Misfit(nodes[-1], "a reduction over everything is read back")
-    picks = any(op_name(node.target).startswith("aten.gather.") for node in space)
-    if kind == "row" and read_back and few_long_programs(sizes, rows, width, picks=picks):
+    if kind == "row" and read_back and few_long_programs(sizes, rows, width):
         raise Misfit(nodes[-1], "its rows are too few and too long for a program each")
     return tuple(sorted(rows)), tuple(sorted(cols)), kind
 
@@ -148,15 +147,10 @@ def few_long_rows(sizes: tuple[int, ...], every: frozenset[int], cols: frozenset
     return rows <= FEW_ROWS and math.prod(sizes[axis] for axis in cols) >= LONG_ROW
 
 
-def few_long_programs(sizes: tuple[int, ...], rows: Axes, width: int, *, picks: bool) -> bool:
-    """Whether a row kernel would leave most of a GPU idle for long.
-
-    picks: an element of each row is picked. Else rows that lie side by side are cut in parts.
-    """
+def few_long_programs(sizes: tuple[int, ...], rows: Axes, width: int) -> bool:
+    """Whether a row kernel would leave most of a GPU idle for long."""
     programs = math.prod(sizes[axis] for axis in rows)
     if len(sizes) - 1 in rows:  # axes are numbered as they lie in memory: rows are neighbours
-        if not picks:
-            return False
         share = min(NEIGHBOURS, programs)
         programs, width = -(-programs // share), width * share
     return programs < FEW_PROGRAMS and width >= LONG_PROGRAM
