@@ -147,9 +147,12 @@ def test_a_walked_row_of_halves_is_read_once(rows: int, width: int) -> None:
 def test_widths_beyond_the_registers_are_walked_by_the_model() -> None:
     args = [torch.randn(4, 16384, dtype=torch.bfloat16) for _ in range(2)]
     args += [torch.randn(16384, dtype=torch.bfloat16), torch.rand(4, 1, dtype=torch.bfloat16)]
-    kernel = lower_nodes(*(lambda c: (c.nodes, c.outputs))(trace(norm_backward, args, TABLE)), H200)
+    case = trace(norm_backward, args, TABLE)
+    kernel = lower_nodes(case.nodes, case.outputs, H200)
     assert isinstance(kernel, GroupKernel)
     assert "tl.debug_barrier()" in kernel.source
+    for choice in (Choice(warps=4, rows=1, per_sm=2), Choice(warps=2, rows=1, per_sm=8)):
+        assert isinstance(lower_nodes(case.nodes, case.outputs, H200, choice=choice), Refusal)
 
 
 @pytest.mark.parametrize("name", KINDS)

@@ -147,6 +147,8 @@ def walked(group: Group, target: Target, choice: Choice) -> Module:
         if reduced & frozenset(domain.cols) and not plain(reductions.parse(node, domain)):
             raise Unsupported(node, "it needs a row whole that is too wide for registers")
     warps = choice.warps or MAX_WARPS
+    if warps < FEW_WARPS:  # it would spill, after compiling for many seconds
+        raise Unsupported(group.nodes[-1], "its rows are too long for so few threads to walk")
     block = min(choice.block or ELEMENTS_A_SEGMENT * 32 * warps, power_of_two(width))
     if room(group, target, warps) < 0:
         raise Unsupported(group.nodes[-1], "its columns are too many to accumulate in registers")
