@@ -23,7 +23,7 @@ _TYPES = frozenset(
     {torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.bool}
     | {torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64}
 )
-MIN_ELEMENTS = 1 << 14
+MIN_ELEMENTS = 1 << 10
 """Smaller results are launches, whichever kernel makes them."""
 
 

@@ -7,6 +7,7 @@ import inspect
 import linecache
 import traceback
 import weakref
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +15,9 @@ from torch import Tensor
 
 from autodiff.reference import run_graph
 from tests.runtime.graphs import cloned, flat_kernel, group_of, plan_of, randn, trace
+from trainfuse.codegen.ir import GroupKernel
+from trainfuse.codegen.lower import lower
+from trainfuse.codegen.targets import SIMULATED
 from trainfuse.runtime.cache import KernelCache
 from trainfuse.runtime.memory import Step, place_mutations
 from trainfuse.runtime.program import RuntimeOptions, build_program
@@ -293,3 +297,58 @@ def test_a_store_may_come_before_an_unrelated_load_of_the_input() -> None:
     assert group.outputs == (exp, mul)
     step = Step("group", group.inputs, group.outputs, name="forward_0", group=group)
     assert place_mutations(tg, [step]).in_place == {}
+
+
+def row_statistics(x: Tensor, running: Tensor) -> tuple[Tensor, Tensor]:
+    mean = x.mean(1, keepdim=True)
+    return torch.exp(x - mean), mean.view(-1) * 0.1 + running * 0.9
+
+
+def column_statistics(x: Tensor, running: Tensor) -> tuple[Tensor, Tensor]:
+    mean = x.mean(0)
+    return mean * 2.0, mean * 0.1 + running * 0.9
+
+
+def old_value_in_a_row(x: Tensor, running: Tensor) -> tuple[Tensor, Tensor]:
+    mean = x.mean(1, keepdim=True)
+    old = running * 0.9
+    return x - mean - old.view(-1, 1), mean.view(-1) * 0.1 + old
+
+
+def old_value_in_a_result(x: Tensor, running: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    mean = x.mean(1, keepdim=True)
+    old = running * 0.9
+    return x - mean, old * 2.0, mean.view(-1) * 0.1 + old
+
+
+def old_value_under_a_sum(x: Tensor, running: Tensor) -> tuple[Tensor, Tensor]:
+    mean = (x - running.view(-1, 1)).mean(1, keepdim=True)
+    return x - mean, mean.view(-1) + running
+
+
+@pytest.mark.parametrize(
+    ("fn", "size", "written"),
+    [
+        (row_statistics, 5, True),
+        (column_statistics, 7, True),
+        # all threads of a program read the old value: one of them must not write meanwhile
+        (old_value_in_a_row, 5, False),
+        (old_value_in_a_result, 5, False),
+        (old_value_under_a_sum, 5, False),
+    ],
+)
+def test_running_statistics_are_written_by_the_kernel_that_sums(
+    fn: Any, size: int, written: bool
+) -> None:
+    args = [randn(5, 7), randn(size)]
+    tg = trace(fn, args, mutates=(1,))
+    group = group_of(tg, "forward_0", tg.nodes())
+    assert group.domain.kind == ("column" if fn is column_statistics else "row")
+    kernel = lower(group, SIMULATED)
+    assert isinstance(kernel, GroupKernel)
+    program = build_program(tg, plan_of(tg, group), {"forward_0": kernel}, {}, interpreted())
+    given = cloned(args)
+    buffer = given[1]
+    outputs = program(given)
+    torch.testing.assert_close([*outputs, buffer], run_graph(tg, args))
+    assert (".copy_(" not in program.source) is written

@@ -16,6 +16,7 @@ from autodiff.graph import TrainingGraph
 from trainfuse.fusion.indirect import source_of
 
 if TYPE_CHECKING:
+    from trainfuse.fusion.domains import Domain
     from trainfuse.fusion.plan import FusionGroup
 
 StepKind = Literal["aten", "group", "graph", "update", "copy", "clone"]
@@ -112,7 +113,8 @@ def place_mutations(tg: TrainingGraph, steps: Sequence[Step]) -> MemoryPlan:
     """Turn the graph's trailing outputs into writes to the inputs that they replace.
 
     A kernel writes into the input when no later step reads the old value and, should the kernel
-    itself read it, each element is read only by the program that writes it. Otherwise `copy_`, as
+    itself read it, each element is read only by the program that writes it (a batch norm's running
+    statistics are made by the kernel that sums). Otherwise `copy_`, as
     early as the last reader allows. An output or new value that shares memory with a mutated input
     is cloned first. Nothing is written before the last assertion: where one fails, another form of
     the step is run instead.
@@ -209,29 +211,41 @@ def _elementwise(
 ) -> bool:
     """Whether each element of `target` is read only by the program that overwrites it."""
     domain = group.domain
-    if domain.kind != "pointwise" or domain.axes.get(target) != domain.axes.get(value):
+    if domain.axes.get(target) != domain.axes.get(value):
         return False
     if any(roots[node] is target and node is not target for node in group.inputs):
         return False  # also read through a view, in another order
     if any(source_of(node) is target for node in domain.indirect):
         return False  # also read at computed places, which other programs may have overwritten
-    if not _depends(group, value, target):
+    made = _made_of(group, target)
+    if value not in made:
         return False  # the kernel may store the value before it loads the old one
-    covered = {axis for dim in domain.axes[value] for axis in dim}
-    return all(size == 1 or axis in covered for axis, size in enumerate(domain.sizes))
+    own = _own(domain, value)
+    if domain.kind == "pointwise":
+        return len(own) == len(domain.sizes)
+    # A row's value, or a column's: its program's threads all load the old one, and those that are
+    # late may find the new one. Only what the one that stores has made of it may count.
+    kept = {"row": domain.rows, "column": domain.cols}.get(domain.kind)
+    return (
+        kept is not None
+        and own == frozenset(kept)
+        and made.intersection(group.outputs) == {value}
+        and all(_own(domain, node) == own and not domain.reduced.get(node) for node in made)
+    )
 
 
-def _depends(group: FusionGroup, value: fx.Node, target: fx.Node) -> bool:
-    """Whether the group computes `value` from `target`."""
-    inside, stack = set(group.nodes), [value]
-    while stack:
-        node = stack.pop()
-        if node is target:
-            return True
-        if node in inside:
-            inside.discard(node)
-            stack.extend(node.all_input_nodes)
-    return False
+def _own(domain: Domain, node: fx.Node) -> frozenset[int]:
+    """Domain axes that a value has."""
+    return frozenset(axis for dim in domain.axes[node] for axis in dim)
+
+
+def _made_of(group: FusionGroup, source: fx.Node) -> set[fx.Node]:
+    """Nodes of a group that an input goes into."""
+    made: set[fx.Node] = set()
+    for node in group.nodes:
+        if any(operand is source or operand in made for operand in node.all_input_nodes):
+            made.add(node)
+    return made
 
 
 def deaths(plan: MemoryPlan, tg: TrainingGraph) -> list[tuple[fx.Node, ...]]:
