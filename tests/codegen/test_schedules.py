@@ -205,6 +205,15 @@ def test_against_aten(name: str, target: str) -> None:
     assert kernel.launches[0].function == f"{schedule}_kernel"
 
 
+def test_a_tile_of_few_rows_has_no_more() -> None:
+    """One program a tile of columns, no tail; the rows that there are, in one step."""
+    case = trace(lambda x: x.sum(0), [randn(16, 768)])
+    kernel = lowered(case, TARGETS["gpu"])
+    assert [launch.function for launch in kernel.launches] == ["column_kernel"]
+    assert "row_mask" not in kernel.source
+    assert "in range(0, ROWS, 16)" in kernel.source
+
+
 HALF = ["bias gelu", "norm 768", "norm 700", "softmax", "bias gradient", "norm backward", "loss"]
 
 

@@ -83,6 +83,11 @@ ONE_KERNEL: dict[str, Case] = {
         lambda x, y, z: torch.cat((x * 2, y, z.exp()), 1).relu(),
         lambda: [randn(130, 50), randn(130, 7), randn(130, 83)],
     ),
+    # hardly more than a launch: three of them in ATen
+    "small pieces": (
+        lambda x, y: F.pad(torch.cat((x[:, 9:] * 2, -y[:, :9]), 1), (0, 4)),
+        lambda: [randn(64, 18), randn(64, 18)],
+    ),
     "pieces of a sum": (lambda x, y: (x + y)[:, 3:] * 2, lambda: [randn(9, 8), randn(8)]),
     "one slice put back": (
         lambda x, y: torch.slice_scatter(x, y.sin() * 2, 1, 3, 140) + 1,

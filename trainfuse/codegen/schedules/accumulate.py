@@ -123,6 +123,8 @@ def row_loop(
         reductions.accumulate(builder, acc, seen)
     body = builder.pop()
     first = "tl.program_id(0)" if plan.block == 1 else f"tl.program_id(0) * {plan.block}"
+    if plan.programs == 1:
+        first = "0"  # known when it is compiled, and with it how many steps there are
     loop = Loop("start", first, "ROWS", str(step), body)
     rows = first if row.position is None else f"{first} + {lanes(row, builder.rank)}"
     walk = Walk("row", long(group, rows), str(step), "{} < ROWS")

@@ -17,7 +17,7 @@ PROGRAMS_PER_SM = 4
 STEPS = 4
 """Row steps that a program takes at least: fewer leave the tail more to add than they save."""
 # So few rows are one slab, of tall and narrow tiles: a tail would cost more than the steps saved.
-FEW_ROWS, TALL, LEAST_ROWS, SECTOR = 1024, 128, 32, 16
+FEW_ROWS, TALL, SECTOR = 1024, 128, 16
 # Columns of a tile when neighbours in memory are neighbours of a column: whole sectors of it.
 FEW_COLUMNS = 4
 TILE_REGISTERS = 160
@@ -60,9 +60,9 @@ def build(group: Group, target: Target, options: CodegenOptions, choice: Choice)
     if col_mask:
         prologue.append(("col_mask", "col < COLS"))
     doc = f"Sums over rows: {describe(group, needed(group))}."
-    plan = accumulate.Plan(
-        slabs, rows, "column_kernel", doc, choice.warps or num_warps(rows * block), tiles
-    )
+    warps = choice.warps or num_warps(rows * block)
+    ahead = bool(choice.ahead) and slabs * rows < total
+    plan = accumulate.Plan(slabs, rows, "column_kernel", doc, warps, tiles, ahead=ahead)
     return accumulate.build(group, target, tile, plan, prologue)
 
 
@@ -90,7 +90,7 @@ def tile_shape(group: Group, target: Target, choice: Choice) -> tuple[int, int]:
     # Few columns idle the multiprocessors: take more slabs of rows, and taller tiles.
     rows = min(ROWS * max(1, COLUMNS // block), power_of_two(total))
     if few:
-        rows = min(TALL, max(LEAST_ROWS, power_of_two(total)))
+        rows = min(TALL, power_of_two(total))
     live = live_tiles(group) + len(domain.reduced)
     while rows > 8 and rows * block * live / (32 * WARPS) > TILE_REGISTERS:
         rows //= 2
