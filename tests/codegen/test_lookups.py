@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from codegen_support import check, lowered, reference, run_case, trace
+from codegen_support import check, load_module, lowered, reference, run_case, trace
 from test_check import HERE, ROOT
 from test_schedules import NORMS, TARGETS
 from torch import Tensor
@@ -189,6 +189,38 @@ KEYS: dict[str, tuple[int, int, int, Callable[[int], Tensor]]] = {
 
 def total(rows: int, skip: int = -1) -> Callable[..., Tensor]:
     return lambda s, k, o: torch.ops.trainfuse.segment_sum(s, k, o, rows, skip)
+
+
+@pytest.mark.parametrize("name", KEYS)
+def test_sums_by_key_that_the_kernels_sort(name: str) -> None:
+    count, rows, width, keys = KEYS[name]
+    target = TARGETS["interpreter"] if rows > 1000 else H200
+    index = segment_ops.row_keys(keys(count), None, rows, rows, False)
+
+    def unsorted(s: Tensor, k: Tensor) -> Tensor:
+        return torch.ops.trainfuse.segment_sum(s, k, None, rows, -1)
+
+    kernel = check(unsorted, [randn(count, width), index], target=target)
+    assert kernel.launches[0].function == "rank_kernel"
+
+
+def test_ranks_of_keys_too_wide_for_one_number_of_32_bits() -> None:
+    """A key and its place together; in 32 bits some of these would be negative."""
+    rows = 1 << 22
+    index = torch.tensor([rows - 1, 5, rows - 1, 0, 5, *range(rows - 700, rows - 5)]).int()
+    args = [randn(700, 16), index]
+
+    def unsorted(s: Tensor, k: Tensor) -> Tensor:
+        return torch.ops.trainfuse.segment_sum(s, k, None, rows, -1)
+
+    case = trace(unsorted, args)
+    kernel = lowered(case, TARGETS["interpreter"])
+    assert "tl.int64) * 1024 + own" in kernel.source
+    keys, order = torch.empty(2, 700, dtype=torch.int32)
+    load_module(kernel.source).rank_kernel[kernel.launches[0].grid](index, keys, order)
+    wanted, places = torch.sort(index, stable=True)
+    assert torch.equal(keys, wanted)
+    assert torch.equal(order.long(), places)
 
 
 @pytest.mark.parametrize("name", KEYS)

@@ -11,6 +11,7 @@ import trainfuse
 from autodiff import ops
 from tests.autodiff.training_graphs import training_graph
 from trainfuse.fusion.plan import FusionGroup
+from trainfuse.fusion.rewrites import scatter_sums
 from trainfuse.fusion.rewrites.scatter_sums import sum_sorted_segments
 from trainfuse.testing import Training, assert_gradients_match, gradient_report
 
@@ -254,20 +255,22 @@ def test_moves_are_one_kernel_each_way(name, dtype):
     assert not aten(watched.compiled)
 
 
-def test_equal_indices_share_a_sort():
+@pytest.mark.parametrize("ranked", [0, 256])
+def test_equal_indices_share_a_sort(ranked, monkeypatch):
+    """Few are not sorted apart: the kernel that sums ranks them."""
+    monkeypatch.setattr(scatter_sums, "RANKED", ranked)
+
     def two_tables(a, b, ids):
         return functional.embedding(ids, a) * functional.embedding(ids, b)
 
     watched = Watched()
     arguments = (_t(70, 65), _t(70, 65), _ids(70, 256))
     assert_gradients_match(two_tables, arguments, compile_fn=watched)
-    sorts = [
-        node
-        for plan in watched.compiled.plans
-        for node in plan.state.fusion.aten
-        if node.target is torch.ops.aten.sort.stable
-    ]
-    assert len(sorts) == 1
+    plans = [plan.state for plan in watched.compiled.plans]
+    left = [node.target for state in plans for node in state.fusion.aten]
+    assert left.count(torch.ops.aten.sort.stable) == (0 if ranked else 1)
+    keys = torch.ops.trainfuse.row_keys.default
+    assert sum(node.target is keys for state in plans for node in state.graph.nodes()) == 1
 
 
 def test_embedding_positions_and_norm_are_one_kernel():

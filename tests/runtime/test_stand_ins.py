@@ -99,3 +99,13 @@ def test_keys_are_sorted_rows_of_the_table(rows: int) -> None:
     assert int(found[0]) == 0
     assert rows - rows // count - 1 <= int(found[-1]) < rows
     assert torch.equal(order.sort().values, torch.arange(count))
+
+
+def test_keys_that_kernels_sort_lie_in_no_order() -> None:
+    keys = segment_ops.row_keys(ids(50, 300), None, 50, 50, False)
+    made = group(lambda s, k: own.segment_sum(s, k, None, 50, -1) * 2, randn(300, 16), keys)
+    values = stand_ins(made, torch.Generator())
+    assert values is not None
+    rows = values[1].long() + segment_ops.key_bias(values[1].dtype)
+    assert not torch.equal(rows, rows.sort().values)
+    assert torch.equal(rows.bincount(), torch.full((50,), 6))

@@ -1,7 +1,7 @@
 """Sums of rows by key, as two operators of our own: what a scatter-add becomes.
 
 `row_keys` makes of indices what a sort likes: narrow, checked, one row of the result each.
-`segment_sum` adds the rows of a source that have equal keys, once the keys are sorted. Its kernels
+`segment_sum` adds the rows of a source that have equal keys; the keys are sorted, or few. Its kernels
 add in an order that only the keys decide (codegen/schedules/segment.py); run by ATen they mean the
 same.
 """
@@ -14,13 +14,15 @@ from torch import Tensor
 _library = torch.library.Library("trainfuse", "FRAGMENT")
 _library.define("row_keys(Tensor index, Tensor? base, int rows, int total, bool wrap) -> Tensor")
 _library.define(
-    "segment_sum(Tensor source, Tensor keys, Tensor order, int rows, int skip) -> Tensor"
+    "segment_sum(Tensor source, Tensor keys, Tensor? order, int rows, int skip) -> Tensor"
 )
 
 ROW_KEYS, SEGMENT_SUM = "trainfuse.row_keys.default", "trainfuse.segment_sum.default"
 # A radix sort takes one pass a byte of its keys: two bytes hold most vocabularies.
 NARROW_ROWS = (1 << 16) - 1
 NARROW_BIAS = 1 << 15
+RANKED = 1 << 13
+"""Keys up to which `segment_sum` sorts them itself, by comparing each with all others."""
 
 
 def key_dtype(total: int) -> torch.dtype:
@@ -57,22 +59,28 @@ def _row_keys_fake(index: Tensor, base: Tensor | None, rows: int, total: int, wr
     return index.new_empty(shape, dtype=key_dtype(total))
 
 
-def segment_sum(source: Tensor, keys: Tensor, order: Tensor, rows: int, skip: int) -> Tensor:
+def segment_sum(
+    source: Tensor, keys: Tensor, order: Tensor | None, rows: int, skip: int
+) -> Tensor:
     """result[r] = sum of source[order[i]] over the i with key r; [N, D] to [rows, D].
 
-    keys: sorted, of `row_keys`. order: where in the source each of them came from. skip: a row
-    that stays 0, or -1. Half types are summed in fp32 and rounded once.
+    keys: of `row_keys`, sorted. order: where in the source each of them came from; None for at most
+    RANKED keys that lie as the source does. skip: a row that stays 0, or -1. Half types are summed
+    in fp32 and rounded once.
     """
     ids = keys.long() + key_bias(keys.dtype)
     kept = (ids < rows) & (ids != skip)
     wide = torch.promote_types(source.dtype, torch.float32)
     total = torch.zeros((rows + 1, source.shape[1]), dtype=wide, device=source.device)
     # index_put_ adds in order on a GPU too, unlike index_add_
-    total.index_put_((torch.where(kept, ids, rows),), source[order].to(wide), accumulate=True)
+    taken = source if order is None else source[order]
+    total.index_put_((torch.where(kept, ids, rows),), taken.to(wide), accumulate=True)
     return total[:rows].to(source.dtype)
 
 
-def _segment_sum_fake(source: Tensor, keys: Tensor, order: Tensor, rows: int, skip: int) -> Tensor:
+def _segment_sum_fake(
+    source: Tensor, keys: Tensor, order: Tensor | None, rows: int, skip: int
+) -> Tensor:
     return source.new_empty((rows, source.shape[1]))
 
 

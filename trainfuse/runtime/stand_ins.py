@@ -2,7 +2,7 @@
 
 What a kernel reads at computed places decides how long it takes, and an index out of range stops
 the program. So indices that a group reads are spread over what they index, the keys of a sum by key
-are sorted, and those that a group computes are looked at before any kernel runs.
+are sorted where it wants that, and those that a group computes are looked at before any kernel runs.
 """
 
 from __future__ import annotations
@@ -74,12 +74,16 @@ def _spread(index: Tensor, size: int) -> None:
 
 
 def _sorted_keys(values: dict[fx.Node, Tensor], node: fx.Node, random: torch.Generator) -> None:
-    """Keys as many as each other, in order; rows of the source from all over it."""
-    keys, order = values[argument(node, "keys")], values[argument(node, "order")]
+    """Keys as many as each other; rows of the source from all over it."""
+    keys, order = values[argument(node, "keys")], argument(node, "order")
     count, rows = keys.numel(), node.meta["val"].shape[0]
     spread = torch.arange(count, device=keys.device) * rows // max(count, 1)
+    places = torch.randperm(count, generator=random, device=keys.device)
+    if order is None:
+        spread = spread[places]
+    else:
+        values[order].copy_(places)
     keys.copy_(spread - key_bias(keys.dtype))
-    order.copy_(torch.randperm(count, generator=random, device=order.device))
 
 
 def _computed(

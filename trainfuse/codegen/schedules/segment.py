@@ -1,5 +1,6 @@
 """Sums of rows by sorted key, such as an embedding's gradient: no atomics, no row moved twice.
 
+    rank     few keys are sorted first, by their ranks (ranks.py); many come sorted
     fill     every row of the table, as if its sum were zero
     level 1  programs of CHUNK neighbours in the sorted order add each run of equal keys. A run that
              lies inside is finished, and its row is written. The first run and the last may go on
@@ -26,7 +27,7 @@ from trainfuse.codegen.choices import MODEL, Choice, products
 from trainfuse.codegen.ir import ArgRef, Check, Define, Kernel, Load, Loop, Module, Store, Workspace
 from trainfuse.codegen.op_text import Unsupported
 from trainfuse.codegen.scalars import HALF, TRITON_TYPE, compute_dtype
-from trainfuse.codegen.schedules import pointwise
+from trainfuse.codegen.schedules import pointwise, ranks
 from trainfuse.codegen.schedules.common import (
     constants,
     describe,
@@ -63,13 +64,16 @@ OTHERS = tuple(products(rows=(16, 32, 64, 128, 256), block=(64, 128, 256), warps
 class Sums:
     """The sum by key of a group.
 
-    rows, width: of the table. count: rows of the source. outputs: those that depend on the sums.
+    keys, order: sorted, and where in the source each came from. bias: what to add to a key to have
+    its row. rows, width: of the table. count: rows of the source. outputs: those that depend on the
+    sums.
     """
 
     node: fx.Node
     source: fx.Node
-    keys: fx.Node
-    order: fx.Node
+    keys: fx.Node | ArgRef
+    order: fx.Node | ArgRef
+    bias: int
     rows: int
     width: int
     count: int
@@ -105,11 +109,17 @@ class Level:
 def build(group: Group, target: Target, options: CodegenOptions, choice: Choice) -> Module:
     """The fill, then the levels."""
     sums = parse(group)
+    spaces: list[Workspace] = []
+    kernels: list[Kernel] = []
+    if argument(sums.node, "order") is None:
+        lists = ranks.workspaces(spaces, sums.count)
+        kernels.append(ranks.build(group, target, argument(sums.node, "keys"), sums.rows, lists))
+        sums = replace(sums, keys=lists[0], order=lists[1])
     block = columns(group, sums, choice)
     tiles = divide_up(sums.width, block)
-    levels, spaces = plan(sums, target, tiles, choice)
+    levels = plan(sums, target, tiles, choice, spaces)
     fill = pointwise.build(group, target, options, MODEL, absent=sums.node)
-    kernels = [replace(part, name="fill_kernel") for part in fill.kernels]
+    kernels += [replace(part, name="fill_kernel") for part in fill.kernels]
     kernels += [build_level(group, sums, level, block, choice) for level in levels]
     return Module(tuple(kernels), tuple(spaces))
 
@@ -127,8 +137,8 @@ def parse(group: Group) -> Sums:
     rows, width = node.meta["val"].shape
     count = source.meta["val"].shape[0]
     outputs = tuple(n for n in group.outputs if n in behind)
-    skip = argument(node, "skip")
-    return Sums(node, source, keys, order, rows, width, count, skip, outputs)
+    skip, bias = argument(node, "skip"), key_bias(keys.meta["val"].dtype)
+    return Sums(node, source, keys, order, bias, rows, width, count, skip, outputs)
 
 
 def columns(group: Group, sums: Sums, choice: Choice) -> int:
@@ -141,11 +151,10 @@ def columns(group: Group, sums: Sums, choice: Choice) -> int:
 
 
 def plan(
-    sums: Sums, target: Target, tiles: int, choice: Choice
-) -> tuple[list[Level], list[Workspace]]:
-    """The levels, and the lists between them."""
+    sums: Sums, target: Target, tiles: int, choice: Choice, spaces: list[Workspace]
+) -> list[Level]:
+    """The levels; the lists between them are added to the workspaces."""
     levels: list[Level] = []
-    spaces: list[Workspace] = []
     count = sums.count
     lists: tuple[ArgRef, ArgRef] | tuple[None, None] = (None, None)
     while count > LAST:
@@ -158,7 +167,7 @@ def plan(
         spaces.append(Workspace((count,), torch.int32))
         lists = places
     levels.append(Level(len(levels) + 1, count, count, *lists, None))
-    return levels, spaces
+    return levels
 
 
 def build_level(group: Group, sums: Sums, level: Level, block: int, choice: Choice) -> Kernel:
@@ -234,11 +243,6 @@ class _Writer:
             self.builder.body.append(Load(name, keys, place, cast="tl.int32"))
 
     @property
-    def bias(self) -> int:
-        """What to add to a key to have its row."""
-        return key_bias(self.sums.keys.meta["val"].dtype)
-
-    @property
     def even(self) -> bool:
         """Whether every chunk is full, so that nothing need be masked."""
         return self.level.count % self.level.chunk == 0 and self.level.chunk % STEP == 0
@@ -250,7 +254,7 @@ class _Writer:
         self.key("head", "first")
         self.key("tail", "last")
         if self.level.number == 1:
-            check = Check(f"tail < {self.sums.rows - self.bias}", "index out of range")
+            check = Check(f"tail < {self.sums.rows - self.sums.bias}", "index out of range")
             self.builder.body.append(check)
         zero = f"tl.full(({self.block},), 0.0, {TRITON_TYPE[self.sums.dtype]})"
         self.note("run", zero, "the run of the key at hand")
@@ -270,7 +274,8 @@ class _Writer:
             builder.body.append(Define(row, self.long(at)))
             arg, dtype, stride, inner = self.use(self.level.sums), sums.dtype, "COLS", "col"
         else:
-            builder.body.append(Load(row, self.use(sums.order), at))
+            cast = "" if isinstance(sums.order, fx.Node) else "tl.int64"
+            builder.body.append(Load(row, self.use(sums.order), at, cast=cast))
             value = sums.source.meta["val"]
             arg, dtype, stride = self.use(sums.source), value.dtype, str(value.stride(0))
             walked = builder.domain.indirect[sums.node][1]
@@ -301,14 +306,14 @@ class _Writer:
         """
         builder, sums = self.builder, self.sums
         tests = [f"({condition})"] if condition else []
-        tests.append(f"({key} < {sums.rows - self.bias})")  # the last key means no row
+        tests.append(f"({key} < {sums.rows - self.sums.bias})")  # the last key means no row
         if sums.skip >= 0:
-            tests.append(f"({key} != {sums.skip - self.bias})")
+            tests.append(f"({key} != {sums.skip - self.sums.bias})")
         if self.level.results is not None:
             tests += [f"({key} != head)", f"({key} != tail)"]
         self.note(f"done{suffix}", " & ".join(tests))
         row = self.long(key)
-        self.note(f"row{suffix}", f"{row} + {self.bias}" if self.bias else row)
+        self.note(f"row{suffix}", f"{row} + {self.sums.bias}" if self.sums.bias else row)
         end = _End(suffix, key, {})
         with self.at(end):
             preload(builder, [n for n in needed(builder.group) if n is not sums.node])

@@ -25,10 +25,10 @@ from torch import fx
 from autodiff import ops
 from autodiff.graph import Refusal, TrainingGraph
 from autodiff.rewrite import GraphEdit, fake_mode_of, is_row_major
-from trainfuse.fusion import segment_ops  # noqa: F401 -- registers the operators
 from trainfuse.fusion.arguments import argument
 from trainfuse.fusion.indirect import INDEX_TYPES
 from trainfuse.fusion.ranges import range_of
+from trainfuse.fusion.segment_ops import RANKED
 
 aten, own = torch.ops.aten, torch.ops.trainfuse
 
@@ -224,7 +224,7 @@ class _Writer:
 
     def __init__(self, edit: GraphEdit) -> None:
         self.edit = edit
-        self.sorted: dict[Any, tuple[fx.Node, fx.Node]] = {}
+        self.sorted: dict[Any, tuple[fx.Node, fx.Node | None]] = {}
 
     def rewrite(self, old: fx.Node, scatter: Scatter) -> None:
         node = self.edit.mapping[old]
@@ -278,8 +278,8 @@ class _Writer:
 
     def keys(
         self, node: fx.Node, scatter: Scatter, lead: int, rows: int
-    ) -> tuple[fx.Node, fx.Node]:
-        """Sorted keys of the rows, and where each came from."""
+    ) -> tuple[fx.Node, fx.Node | None]:
+        """Keys of the rows; sorted, and where each came from, unless they are few."""
         index = self.edit.mapping[scatter.index]
         known = (self.edit.facts[node].phase, index, scatter.dim, scatter.wrap, lead, rows)
         if known in self.sorted:
@@ -303,6 +303,9 @@ class _Writer:
             base = self.flat(node, base, base_shape)
         keys = self.emit(node, own.row_keys.default, index, base, rows, lead * rows, scatter.wrap)
         keys = self.flat(node, keys, (_value(keys).numel(),))
+        if _value(keys).numel() <= RANKED:
+            self.sorted[known] = keys, None
+            return self.sorted[known]
         both = self.emit(node, aten.sort.stable, keys, stable=True, dim=0, descending=False)
         parts = tuple(
             self.edit.emit(
