@@ -140,6 +140,10 @@ CASES: dict[str, tuple[Callable[..., Any], list[Shape | tuple[Shape, torch.dtype
         lambda s, k, o, w: torch.ops.trainfuse.segment_sum(s, k, o, 50304, -1) + w,
         [(16384, 768), KEYS, ORDER, (50304, 768)],
     ),
+    "embedding_backward_few": (
+        lambda s, k: torch.ops.trainfuse.segment_sum(s, k, None, 50304, -1),
+        [(2048, 768), ((2048,), torch.int16)],
+    ),
     "pad_roll": (
         lambda x: torch.roll(x, 1, 0) + F.pad(x, (-1, 1)),
         [(4096, 1024)],
