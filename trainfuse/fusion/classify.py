@@ -31,6 +31,9 @@ FEW_PROGRAMS, LONG_PROGRAM = 128, 1 << 17
 # Parts of a nested row that a tile can have. Rows of so many elements are too long for a program
 # each, where there are few of them: apart, each part has a program.
 MAX_PARTS, LONG_NESTED = 64, 1 << 14
+# Elements that one load takes: rows in pieces of other lengths are read one by one, each at an
+# address of its own.
+VECTOR = 8
 # Rows that lie side by side in memory and share a program: whole sectors of each operand.
 NEIGHBOURS = 32
 
@@ -73,6 +76,8 @@ def classify(
         raise Misfit(nodes[-1], "a reduction over everything is read back")
     if kind == "row" and read_back and few_long_programs(sizes, rows, width):
         raise Misfit(nodes[-1], "its rows are too few and too long for a program each")
+    if kind == "row" and read_back and width >= LONG_ROW and in_odd_pieces(sizes, cols):
+        raise Misfit(nodes[-1], "its rows are long, and in pieces that no vectors divide")
     return tuple(sorted(rows)), tuple(sorted(cols)), kind
 
 
@@ -154,6 +159,21 @@ def few_long_programs(sizes: tuple[int, ...], rows: Axes, width: int) -> bool:
         share = min(NEIGHBOURS, programs)
         programs, width = -(-programs // share), width * share
     return programs < FEW_PROGRAMS and width >= LONG_PROGRAM
+
+
+def in_odd_pieces(sizes: tuple[int, ...], cols: Axes) -> bool:
+    """Whether a row is several pieces of memory that vectors don't divide, such as odd images.
+
+    Its elements' addresses take a division each, every time that the row is read. In slabs of
+    several rows a division serves all of them, and what follows the sums needs none.
+    """
+    piece = 1
+    for axis in range(len(sizes) - 1, -1, -1):
+        if axis not in cols:
+            break
+        piece *= sizes[axis]
+    pieces = math.prod(sizes[axis] for axis in cols) // piece
+    return piece > 1 and pieces > 1 and piece % VECTOR != 0
 
 
 def side(node: fx.Node, space: Axes, reduced: Axes, cols: Axes, rows: Axes) -> Side:
