@@ -1,9 +1,9 @@
 """Sums of rows by key, as two operators of our own: what a scatter-add becomes.
 
 `row_keys` makes of indices what a sort likes: narrow, checked, one row of the result each.
-`segment_sum` adds the rows of a source that have equal keys; the keys are sorted, or few. Its kernels
-add in an order that only the keys decide (codegen/schedules/segment.py); run by ATen they mean the
-same.
+`segment_sum` adds the rows of a source that have equal keys; the keys are sorted, or few. Its
+kernels add in an order that only the keys decide (codegen/schedules/segment.py); run by ATen they
+mean the same.
 """
 
 from __future__ import annotations
@@ -59,9 +59,7 @@ def _row_keys_fake(index: Tensor, base: Tensor | None, rows: int, total: int, wr
     return index.new_empty(shape, dtype=key_dtype(total))
 
 
-def segment_sum(
-    source: Tensor, keys: Tensor, order: Tensor | None, rows: int, skip: int
-) -> Tensor:
+def segment_sum(source: Tensor, keys: Tensor, order: Tensor | None, rows: int, skip: int) -> Tensor:
     """result[r] = sum of source[order[i]] over the i with key r; [N, D] to [rows, D].
 
     keys: of `row_keys`, sorted. order: where in the source each of them came from; None for at most

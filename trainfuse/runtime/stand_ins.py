@@ -1,8 +1,8 @@
 """Values that stand in for a group's real ones while its kernels are timed.
 
 What a kernel reads at computed places decides how long it takes, and an index out of range stops
-the program. So indices that a group reads are spread over what they index, the keys of a sum by key
-are sorted where it wants that, and those that a group computes are looked at before any kernel runs.
+the program. So indices that a group reads are spread over what they index, keys are sorted where a
+sum by key wants that, and those that a group computes are looked at before any kernel runs.
 """
 
 from __future__ import annotations

@@ -41,7 +41,7 @@ def build(
         builder.args[arg] = None
     # whatever the bias, a key's place is less than one key's step
     span = power_of_two(count)
-    bits = "tl.int32" if (rows + 1) * span < 1 << 31 else "tl.int64"
+    bits = 32 if (rows + 1) * span < 1 << 31 else 64
     bias = key_bias(keys.meta["val"].dtype)
     unbiased = f" + {bias}" if bias else ""
     own_mask = "own_mask" if count % own else ""
@@ -50,16 +50,20 @@ def build(
     if own_mask:
         builder.note(own_mask, "own < COUNT")
     builder.body.append(Load("key", source, "own", own_mask, "tl.int32"))
-    builder.note("mine", f"(key{unbiased}).to({bits}) * {span} + own", "a key and its place")
+    builder.note("mine", f"(key{unbiased}).to(tl.int{bits}) * {span} + own", "a key and its place")
     builder.note("before", f"tl.zeros(({own}, {others}), tl.int32)")
     builder.push()
     builder.note("other", f"start + tl.arange(0, {others})[None, :]")
     if other_mask:
         builder.note(other_mask, "other < COUNT")
     builder.body.append(Load("its_key", source, "other", other_mask, "tl.int32"))
-    builder.note("its", f"(its_key{unbiased}).to({bits}) * {span} + other")
-    is_before = "(its < mine)" + (f" & {other_mask}" if other_mask else "")
-    builder.note("before", f"before + ({is_before}).to(tl.int32)")
+    its = f"(its_key{unbiased}).to(tl.int{bits}) * {span} + other"
+    if other_mask:
+        its = f"tl.where({other_mask}, {its}, {(1 << bits - 1) - 1})"
+    builder.note("its", its)
+    sign = f"(its - mine) >> {bits - 1}"
+    sign = sign if bits == 32 else f"({sign}).to(tl.int32)"
+    builder.note("before", f"before - ({sign})", "the sign is -1 where it is less")
     step = builder.pop()
     builder.body.append(Loop("start", "0", "COUNT", str(others), step))
     builder.note("rank", "tl.sum(before, 1)[:, None]")

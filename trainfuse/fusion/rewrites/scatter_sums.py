@@ -35,8 +35,9 @@ aten, own = torch.ops.aten, torch.ops.trainfuse
 MIN_INDICES = 256
 MIN_ELEMENTS = 1 << 14
 """Fewer are launches, whoever makes them, and ATen makes fewer of them."""
-GPU_ELEMENTS = 1 << 17
-"""The same where launches cost time: 256 rows of 64 took 19 us, ATen's embedding gradient 8."""
+GPU_ELEMENTS = 1 << 16
+"""The same where launches cost time: ATen's embedding gradient of 256 rows of 64 takes 8 us, which
+five launches take, too; of 2048 rows of 768 it takes 105."""
 GPU_ATOMIC_ELEMENTS = 1 << 22
 """Where ATen adds with atomics, which are slow only in large numbers: 4096 rows of 1024, 40 us each
 way. Rows of an odd width are 69 to 48."""
