@@ -16,8 +16,8 @@ from torch._subclasses import FakeTensorMode
 from autodiff.graph import Refusal
 from trainfuse.codegen.choices import Choice
 from trainfuse.codegen.lower import lower_nodes
-from trainfuse.codegen.targets import SIMULATED, CodegenOptions, Target
-from trainfuse.codegen.tile import cover
+from trainfuse.codegen.targets import H200, SIMULATED, CodegenOptions, Target
+from trainfuse.codegen.tile import cover, snug
 
 aten = torch.ops.aten
 randn = torch.randn
@@ -203,6 +203,43 @@ def test_against_aten(name: str, target: str) -> None:
     schedule, fn, make = CASES[name]
     kernel = check(fn, make(), table=NORMS, target=TARGETS[target])
     assert kernel.launches[0].function == f"{schedule}_kernel"
+
+
+@pytest.mark.parametrize(
+    ("size", "widest", "block"),
+    [
+        (160, 256, 32),
+        (160, 64, 32),
+        (768, 1024, 256),
+        (4099, 64, 64),
+        (1000, 1024, 1024),
+        (5, 8, 8),
+    ],
+)
+def test_blocks_waste_few_lanes(size: int, widest: int, block: int) -> None:
+    assert snug(size, widest) == block
+
+
+def test_channels_in_snug_blocks() -> None:
+    """160 of them: in blocks of 64 or 256 a sixth or a third of the lanes would have none."""
+    values = [randn(16, 57, 57, 160), *(randn(160) for _ in range(3))]
+    sums = lowered(trace(lambda x, *_: x.square().sum((0, 1, 2)), values[:1]), H200)
+    rest = lowered(trace(lambda x, a, b, c: (x - a) * b + c, values), H200)
+    for kernel in (sums, rest):
+        assert "col_mask" not in kernel.source.split("def tail")[0]
+        assert kernel.launches[0].grid[1] == 5
+
+
+def test_few_short_rows_in_odd_pieces_have_more_warps() -> None:
+    """Their addresses are most of the work; rows that vectors divide, or many, take one."""
+
+    def normed(x: Tensor) -> Tensor:
+        return x / x.square().sum((0, 2), keepdim=True).sqrt()
+
+    shapes = {(8, 32, 49): 4, (8, 32, 56): 1, (8, 512, 49): 1, (2, 32, 49): 1}
+    for shape, warps in shapes.items():
+        kernel = lowered(trace(normed, [randn(shape)]), H200)
+        assert [launch.num_warps for launch in kernel.launches] == [warps], shape
 
 
 def test_a_tile_of_few_rows_has_no_more() -> None:

@@ -41,6 +41,11 @@ def softmax(x: torch.Tensor) -> torch.Tensor:
     return exps / exps.sum(-1, keepdim=True)
 
 
+def channel_norm(x: torch.Tensor) -> torch.Tensor:
+    var, mean = torch.var_mean(x, (0, 2, 3), correction=0, keepdim=True)
+    return (x - mean) * torch.rsqrt(var + 1e-5)
+
+
 def norm_backward(
     g: torch.Tensor, x: torch.Tensor, w: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -131,6 +136,8 @@ REFUSED: dict[str, tuple[Callable[..., Any], tuple[tuple[int, ...], ...], str]] 
         "reduces other axes",
     ),
     "reduced again": (lambda x: x.sum((0, 1)).amax(), ((4, 5, 6),), "reduce"),
+    # images of 57 x 57, a channel a row: of 56 x 56 they are one kernel, see below
+    "long rows in odd pieces": (channel_norm, ((16, 160, 57, 57),), "pieces that no vectors"),
     "huge read back": (softmax, ((1 << 17,),), "read back"),
     "wide row and column": (norm_backward, ((4, 8, 20000), (4, 8, 20000), (20000,)), "too many"),
     "too many parts": (parts, ((200, 65, 50), (65, 1)), "too many parts"),
@@ -157,6 +164,18 @@ def test_refusals_say_why(name: str) -> None:
     assert found.stage == "fusion"
     assert reason in found.reason
     assert ":" in found.node
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        (16, 160, 56, 56),  # vectors divide the pieces
+        (8, 160, 57, 57),  # too short for slabs to pay
+        (1, 160, 181, 182),  # in one piece
+    ],
+)
+def test_rows_that_are_one_kernel(shape: tuple[int, ...]) -> None:
+    assert domain_of(channel_norm, shape).kind == "row"
 
 
 def test_every_value_has_a_map_of_its_size() -> None:

@@ -63,6 +63,15 @@ def divide_up(size: int, part: int) -> int:
     return -(-size // part)
 
 
+def snug(size: int, widest: int, narrowest: int = 32) -> int:
+    """The widest block, of powers of two, that wastes few lanes more than any: 32 for 160."""
+    blocks = [widest]
+    while blocks[-1] > narrowest:
+        blocks.append(blocks[-1] // 2)
+    lanes = [divide_up(size, block) * block for block in blocks]
+    return next(b for b, count in zip(blocks, lanes, strict=True) if count <= 1.1 * min(lanes))
+
+
 def cover(size: int, smallest: int = 128, pieces: int = 3) -> list[tuple[int, int]]:
     """(start, width) of power-of-two blocks that cover `size`, exactly when few of them do.
 

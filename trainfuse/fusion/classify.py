@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Literal
 
 from torch import fx
@@ -161,7 +161,7 @@ def few_long_programs(sizes: tuple[int, ...], rows: Axes, width: int) -> bool:
     return programs < FEW_PROGRAMS and width >= LONG_PROGRAM
 
 
-def in_odd_pieces(sizes: tuple[int, ...], cols: Axes) -> bool:
+def in_odd_pieces(sizes: Sequence[int], cols: Collection[int]) -> bool:
     """Whether a row is several pieces of memory that vectors don't divide, such as odd images.
 
     Its elements' addresses take a division each, every time that the row is read. In slabs of

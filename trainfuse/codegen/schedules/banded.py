@@ -27,7 +27,7 @@ from trainfuse.codegen.schedules.common import (
     preload,
 )
 from trainfuse.codegen.targets import Target
-from trainfuse.codegen.tile import Segment, TileAxis, divide_up, power_of_two
+from trainfuse.codegen.tile import Segment, TileAxis, divide_up, power_of_two, snug
 
 SMALL_OPERANDS = 3
 """With fewer a flat walk loads them again at little cost."""
@@ -74,7 +74,7 @@ def build(group: Group, target: Target, choice: Choice, parts: Division) -> Modu
     """Programs of [rows, columns] tiles; None when the grid can't hold them."""
     domain = group.domain
     total, width = domain.extent(parts.rows), domain.extent(parts.cols)
-    rows, block = tile_shape(group, target, choice, total, width)
+    rows, block = tile_shape(group, target, choice, total, width, walks=parts.walks)
     tiles, strips = divide_up(width, block), divide_up(total, rows)
     if tiles > MAX_TILES:
         return None
@@ -141,9 +141,12 @@ def tile(builder: Builder, nodes: list[fx.Node], rows: int, first: str) -> None:
 
 
 def tile_shape(
-    group: Group, target: Target, choice: Choice, total: int, width: int
+    group: Group, target: Target, choice: Choice, total: int, width: int, *, walks: bool
 ) -> tuple[int, int]:
-    """(rows, columns) of a tile: short rows whole, long ones in blocks that waste few lanes."""
+    """(rows, columns) of a tile: short rows whole, long ones in blocks that waste few lanes.
+
+    walks: whether programs walk down their columns, so that narrow ones cost no more loads.
+    """
     if target.interpreted:
         block = min(power_of_two(width), 2048)
         return min(max(1, 16384 // block), power_of_two(total)), block
@@ -152,7 +155,7 @@ def tile_shape(
     while elements > 256 and elements * live_tiles(group) / (32 * warps) > TILE_REGISTERS:
         elements //= 2
     if width <= min(WIDTHS[0], elements):
-        block = power_of_two(width)
+        block = snug(width, power_of_two(width)) if walks else power_of_two(width)
     else:
         fitting = [w for w in WIDTHS if w <= elements] or [elements]
         block = min(fitting, key=lambda w: (math.ceil(width / w) * w, -w))

@@ -8,7 +8,7 @@ from trainfuse.codegen.ir import Module
 from trainfuse.codegen.schedules import accumulate
 from trainfuse.codegen.schedules.common import describe, live_tiles, long, needed
 from trainfuse.codegen.targets import CodegenOptions, Target
-from trainfuse.codegen.tile import Segment, TileAxis, divide_up, power_of_two
+from trainfuse.codegen.tile import Segment, TileAxis, divide_up, power_of_two, snug
 
 COLUMNS = 64
 ROWS = 32
@@ -60,9 +60,9 @@ def build(group: Group, target: Target, options: CodegenOptions, choice: Choice)
     if col_mask:
         prologue.append(("col_mask", "col < COLS"))
     doc = f"Sums over rows: {describe(group, needed(group))}."
-    warps = choice.warps or num_warps(rows * block)
-    ahead = bool(choice.ahead) and slabs * rows < total
-    plan = accumulate.Plan(slabs, rows, "column_kernel", doc, warps, tiles, ahead=ahead)
+    plan = accumulate.Plan(
+        slabs, rows, "column_kernel", doc, choice.warps or num_warps(rows * block), tiles
+    )
     return accumulate.build(group, target, tile, plan, prologue)
 
 
@@ -79,6 +79,8 @@ def tile_shape(group: Group, target: Target, choice: Choice) -> tuple[int, int]:
     dense_rows = len(domain.sizes) - 1 in domain.rows
     columns = choice.block or (FEW_COLUMNS if dense_rows else COLUMNS)
     block = min(power_of_two(width), columns)
+    if not choice.block and not dense_rows:
+        block = snug(width, block)
     few = total <= FEW_ROWS and not dense_rows
     while few and not choice.block and block > SECTOR and divide_up(width, block) < target.num_sms:
         block //= 2

@@ -37,6 +37,7 @@ from trainfuse.codegen.tile import (
     power_of_two,
 )
 from trainfuse.codegen.triton_ops import Unsupported
+from trainfuse.fusion.classify import in_odd_pieces
 
 MAX_WARPS = 16
 CHUNK_WARPS = 8
@@ -47,6 +48,9 @@ ROW_ELEMENTS = 1024
 TILE_REGISTERS = 128
 # Beyond this much a kernel spills whatever the compiler does, for which it takes half a minute.
 SPILLING = 2 * TILE_REGISTERS
+# Warps that share the addresses of a short row in odd pieces, where programs are few, and elements
+# that a thread keeps at least.
+PIECES_WARPS, PIECE_ELEMENTS = 4, 4
 # Rows of a strip, and the fewest: sectors of 32 bytes, of halves too, are read whole.
 STRIP, NARROW_STRIP = 32, 16
 # Warps that run at once on a multiprocessor, of kernels that take 64 registers a thread.
@@ -134,7 +138,8 @@ def rows_and_warps(
     group: Group, target: Target, held: int, live: int, choice: Choice
 ) -> tuple[int, int]:
     """Rows a program, and warps: short rows share a program, long ones take more threads."""
-    total = group.domain.extent(group.domain.rows)
+    domain = group.domain
+    total = domain.extent(domain.rows)
     if target.interpreted:
         return min(power_of_two(total), floor_power(max(1, (1 << 15) // held))), 4
     least = narrowest(group)
@@ -151,6 +156,10 @@ def rows_and_warps(
     warps = 1
     while warps < MAX_WARPS and rows * held * live / (32 * warps) > TILE_REGISTERS:
         warps *= 2
+    if divide_up(total, rows) < target.num_sms and in_odd_pieces(domain.sizes, domain.cols):
+        # a multiprocessor has one program at most: nothing else hides what addresses take
+        while warps < PIECES_WARPS and rows * held >= PIECE_ELEMENTS * 32 * 2 * warps:
+            warps *= 2
     return rows, warps
 
 
