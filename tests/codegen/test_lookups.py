@@ -159,6 +159,22 @@ def test_a_known_range_needs_no_check() -> None:
     assert "device_assert" in lowered(trace(beyond, [randn(9, 20)])).source
 
 
+@pytest.mark.parametrize("width", [256, 261])
+def test_many_long_odd_rows_of_paddings_are_walked_in_bands(width: int) -> None:
+    """261 elements: no vectors divide them. The last tile of each has lanes outside."""
+
+    def joined(x: Tensor, y: Tensor, z: Tensor) -> Tensor:
+        return F.pad(x, (0, 140)) * 2 - F.pad(y, (120, -3)) + z.flip(0, 1)
+
+    args = [randn(80, width - 140), randn(80, width - 117), randn(80, width)]
+    case = trace(joined, args)
+    kernel = lowered(case, TARGETS["gpu"])
+    banded = "pointwise" if width == 256 else "banded"
+    assert [launch.function for launch in kernel.launches] == [f"{banded}_kernel"]
+    (result,) = run_case(case, args, kernel)
+    assert torch.equal(result, joined(*args))
+
+
 # Sums by key.
 
 

@@ -39,6 +39,7 @@ SMALLEST = 256  # elements a program, where there are fewer blocks than multipro
 TILE, LARGE_TILE = (32, 64, 8), (64, 128, 4)
 LARGE_PROGRAMS = 4  # a multiprocessor
 LARGE_REGISTERS = 256  # by live tiles; a thread takes a third of that
+VECTOR_BYTES = 16
 MIN_RUN = 16  # elements that lie together at each place; fewer don't pay for a tile's masked lanes
 
 
@@ -77,7 +78,10 @@ def build(
         choice = replace(choice, rows=None, block=None)  # sizes of the other kind of program
     if other is not None:
         return tiled(group, target, order, other, choice, absent)
-    parts = None if absent is not None else lookups(group, order) or banded.division(group, order)
+    parts = None
+    if absent is None:
+        parts = lookups(group, order) or banded.division(group, order)
+        parts = parts or odd_rows(group, target, order)
     bands = None if parts is None else banded.build(group, target, choice, parts)
     return bands or flat(group, target, order, choice, absent)
 
@@ -123,6 +127,23 @@ def lookups(group: Group, order: Sequence[int]) -> banded.Division | None:
     cut = 1 + max((place for place, axis in enumerate(order) if axis in picked), default=-1)
     rows, cols = tuple(order[:cut]), tuple(order[cut:])
     return banded.Division(rows, cols, False) if rows and domain.extent(cols) >= MIN_RUN else None
+
+
+def odd_rows(group: Group, target: Target, order: Sequence[int]) -> banded.Division | None:
+    """Bands where joins and paddings are read into many long rows that no vectors divide.
+
+    Walked flat, a thread writes neighbours at once and reads each at an address of its own, its
+    warp's lanes a vector apart: four times the cache lines a load, and two divisions an element.
+    In a band lanes are neighbours.
+    """
+    domain = group.domain
+    rows, cols = tuple(order[:-1]), tuple(order[-1:])
+    enough = 4 * banded.ELEMENTS * target.num_sms
+    if not rows or not domain.indirect or domain.extent(order) < enough:
+        return None
+    width, vector = domain.extent(cols), max(1, VECTOR_BYTES // widest(group))
+    odd = width >= banded.WIDTHS[-1] and width % vector != 0
+    return banded.Division(rows, cols, False) if odd else None
 
 
 def flat(
