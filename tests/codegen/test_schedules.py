@@ -220,6 +220,12 @@ def test_blocks_waste_few_lanes(size: int, widest: int, block: int) -> None:
     assert snug(size, widest) == block
 
 
+@pytest.mark.parametrize(("width", "rows"), [(4096, 32), (4099, 64)])
+def test_rows_that_no_vectors_divide_are_summed_in_taller_tiles(width: int, rows: int) -> None:
+    kernel = lowered(trace(lambda x: x.sum(0), [torch.empty(2048, width)]), H200)
+    assert f"tl.full(({rows}, 64), 0.0, tl.float32)" in kernel.source
+
+
 def test_channels_in_snug_blocks() -> None:
     """160 of them: in blocks of 64 or 256 a sixth or a third of the lanes would have none."""
     values = [randn(16, 57, 57, 160), *(randn(160) for _ in range(3))]

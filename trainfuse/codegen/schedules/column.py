@@ -6,7 +6,7 @@ from trainfuse.codegen.builder import Group
 from trainfuse.codegen.choices import Choice, products
 from trainfuse.codegen.ir import Module
 from trainfuse.codegen.schedules import accumulate
-from trainfuse.codegen.schedules.common import describe, live_tiles, long, needed
+from trainfuse.codegen.schedules.common import describe, live_tiles, long, needed, widest
 from trainfuse.codegen.targets import CodegenOptions, Target
 from trainfuse.codegen.tile import Segment, TileAxis, divide_up, power_of_two, snug
 
@@ -21,6 +21,9 @@ FEW_ROWS, TALL, SECTOR = 1024, 128, 16
 # Columns of a tile when neighbours in memory are neighbours of a column: whole sectors of it.
 FEW_COLUMNS = 4
 TILE_REGISTERS = 160
+# A thread's, for what is read and summed at once, that leave room for four programs.
+LIGHT_REGISTERS = 32
+VECTOR_BYTES = 16
 
 
 LIKELY = (
@@ -94,6 +97,9 @@ def tile_shape(group: Group, target: Target, choice: Choice) -> tuple[int, int]:
     if few:
         rows = min(TALL, power_of_two(total))
     live = live_tiles(group) + len(domain.reduced)
+    odd = not dense_rows and width % max(1, VECTOR_BYTES // widest(group)) != 0
+    if odd and not few and 2 * rows * block * live / (32 * WARPS) <= LIGHT_REGISTERS:
+        rows *= 2  # read element by element, and not unrolled: as much again on its way at once
     while rows > 8 and rows * block * live / (32 * WARPS) > TILE_REGISTERS:
         rows //= 2
     return rows, block
