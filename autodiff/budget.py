@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import fx
 
 from .cut import DEFAULT, CutProblem, Effort, Plan
 from .duplication import duplicate
+from .graph import TrainingGraph
 from .liveness import peak_bytes
+from .reads import fixed_readers
+from .relief import relieve
 from .waists import Waists
 
 RUNGS = (DEFAULT, Effort(pointwise=0, materialize=2), Effort(0, 0, moderate=4))
@@ -22,19 +25,25 @@ FINENESS = 64
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """One way to save and recompute. peak: the most bytes that a step needs with it, estimated."""
+    """One way to save and recompute.
+
+    graph: the step with it. peak: the most bytes that it needs, estimated. once_more: copies in the
+    graph of what is made again later still, see `relief`.
+    """
 
     plan: Plan
     saved: tuple[fx.Node, ...]
     recomputed: tuple[fx.Node, ...]
+    graph: TrainingGraph
     peak: int = 0
+    once_more: tuple[fx.Node, ...] = ()
 
 
 def take(problem: CutProblem, plan: Plan) -> Cut:
     """Cut at these prices, and estimate what the graph then needs."""
     saved, recomputed = problem.cut(plan)
     graph = duplicate(problem.tg, recomputed) if recomputed else problem.tg
-    return Cut(plan, tuple(saved), tuple(recomputed), peak_bytes(graph).num_bytes)
+    return Cut(plan, tuple(saved), tuple(recomputed), graph, peak_bytes(graph).num_bytes)
 
 
 def search(problem: CutProblem, limit: int) -> Cut:
@@ -59,6 +68,27 @@ def search(problem: CutProblem, limit: int) -> Cut:
     if reached.peak <= limit:
         return _mixed(problem, limit, before, reached, waists)
     return min(lowest, reached, key=lambda cut: cut.peak)
+
+
+def relieved(problem: CutProblem, cut: Cut, limit: int) -> Cut:
+    """The same with values made again later where memory is full, until it is within the limit."""
+    gradients = {node.name for node in problem.tg.nodes() if problem.tg.phase(node) != "forward"}
+    found = relieve(cut.graph, limit, gradients)
+    crossing = _crossing(found.graph)
+    return replace(
+        cut,
+        saved=tuple(node for node in problem.forward if node.name in crossing),
+        graph=found.graph,
+        peak=found.peak,
+        once_more=found.again,
+    )
+
+
+def _crossing(tg: TrainingGraph) -> set[str]:
+    """Names of the forward's values that later phases read."""
+    fixed = fixed_readers(tg)
+    later = (n for n in tg.nodes() if tg.phase(n) != "forward" and n not in fixed)
+    return {p.name for n in later for p in n.all_input_nodes if tg.phase(p) == "forward"}
 
 
 def _checkpointed(problem: CutProblem, waists: Waists, without: Cut) -> Cut:

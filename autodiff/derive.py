@@ -198,7 +198,7 @@ def cleanup(tg: TrainingGraph) -> TrainingGraph:
 
     Two entries of the output tuple that were distinct tensors stay distinct, and an output that
     was a fresh tensor never becomes an input: a copy that ensures this is kept. Repeats are
-    joined within a phase only, never random draws or effects.
+    joined within a phase only, never random draws, effects, or what is made again on purpose.
     """
     edit = GraphEdit(tg)
     edit.eliminate_dead()
@@ -342,4 +342,5 @@ def _repeat_key(edit: GraphEdit, node: fx.Node) -> Any:
         kind = ops.lookup(node.target).kind
         if kind not in ("reduction", "norm", "softmax"):
             return None
-    return (edit.facts[node].phase, node.target, freeze(node.args), freeze(node.kwargs))
+    fact = edit.facts[node]
+    return (fact.phase, fact.again, node.target, freeze(node.args), freeze(node.kwargs))

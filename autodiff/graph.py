@@ -35,11 +35,14 @@ class NodeFacts:
 
     forward_of: for a backward node, the name of the forward node whose derivative it is.
     where: the user's source line, "file.py:12".
+    again: which making of its value this is, to spare memory in between: equal nodes of different
+    makings are never joined.
     """
 
     phase: Phase
     forward_of: str | None = None
     where: str | None = None
+    again: int = 0
 
 
 @dataclass(frozen=True, slots=True)

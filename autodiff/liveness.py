@@ -24,40 +24,29 @@ class Peak:
 
 
 def peak_bytes(tg: TrainingGraph) -> Peak:
-    """Largest sum of the values alive together, run in graph order.
+    """Largest sum of the values alive together, run in graph order; see `Liveness`."""
+    return Liveness(tg).peak
+
+
+class Liveness:
+    """Every tensor that a node makes: who reads it, until when, and what is alive together.
 
     Values of the step's own: neither inputs nor what it gives back (outputs, new values of inputs,
-    gradients that an update reads). A value takes memory unless kernels of ours would make it where
-    it is read: its maker and all its readers are fusible, of one phase, and nothing that it leads
-    to stands between them.
-    """
-    nodes = tg.nodes()
-    if not nodes:
-        return Peak(0, "")
-    values = _Values(tg, nodes)
-    change = [0] * (len(nodes) + 1)
-    for value in values.materialized():
-        if value in values.results:
-            continue
-        size = num_bytes(value)
-        change[values.position[value]] += size
-        change[values.last[value] + 1] -= size
-    live = list(accumulate(change))
-    at = max(range(len(nodes)), key=live.__getitem__)
-    return Peak(live[at], nodes[at].name)
+    gradients that an update reads), which are `results`. A value takes memory, and is among
+    `materialized`, unless kernels of ours would make it where it is read: its maker and all its
+    readers are fusible, of one phase, and nothing that it leads to stands between them. A pointwise
+    result takes the memory of an operand of its layout that nothing reads later.
 
-
-class _Values:
-    """Every tensor that a node makes: who reads it, and until when its memory is needed.
-
-    position: of the node that makes it. last: of the last node that reads it, from memory or
-    through what is made again inside that node's kernel.
+    nodes, position: in graph order. owners: as `owners_of`. last: of a value, the place of the last
+    node that reads it, from memory or through what is made again inside that node's kernel. live:
+    bytes alive at each node.
     """
 
-    def __init__(self, tg: TrainingGraph, nodes: list[fx.Node]) -> None:
+    def __init__(self, tg: TrainingGraph) -> None:
+        self.tg = tg
+        self.nodes = nodes = tg.nodes()
         self.position = {node: i for i, node in enumerate(nodes)}
-        self._tg = tg
-        owners = owners_of(tg)
+        self.owners = owners = owners_of(tg)
         self._made: dict[fx.Node, list[fx.Node]] = {}
         for node in nodes:
             if owners[node] is node and isinstance(node.meta.get("val"), torch.Tensor):
@@ -74,10 +63,62 @@ class _Values:
         self.last: dict[fx.Node, int] = {}
         self._fused: set[fx.Node] = set()
         self._walk(list(reversed(nodes)))
+        made = (value for values in self._made.values() for value in values)
+        self.materialized = dict.fromkeys(value for value in made if value not in self._fused)
+        self.live = self._sums()
 
-    def materialized(self) -> list[fx.Node]:
-        """Values that have memory."""
-        return [v for made in self._made.values() for v in made if v not in self._fused]
+    @property
+    def peak(self) -> Peak:
+        """Where most is alive, the first such place."""
+        if not self.live:
+            return Peak(0, "")
+        most = max(self.live)
+        return Peak(most, self.nodes[self.live.index(most)].name)
+
+    def reads_until(self, node: fx.Node) -> int:
+        """Until where a node reads its operands: in kernels that make it again inside, the last."""
+        made = (self.last[value] for value in self._made.get(node, ()) if value in self._fused)
+        return max(self.position[node], *made, 0)
+
+    def _sums(self) -> list[int]:
+        change = [0] * (len(self.nodes) + 1)
+        for value in self.materialized:
+            if value not in self.results:
+                change[self.position[value]] += num_bytes(value)
+                change[self.last[value] + 1] -= num_bytes(value)
+        for value in self._written_over():
+            change[self.last[value]] -= num_bytes(value)
+            change[self.last[value] + 1] += num_bytes(value)
+        return list(accumulate(change))[:-1]
+
+    def _written_over(self) -> set[fx.Node]:
+        """Values whose last reader's kernel writes its result in their place."""
+        found: set[fx.Node] = set()
+        for result in self.materialized:
+            if ops.lookup(result.target).kind != "pointwise" or result in self.results:
+                continue
+            seen, pending = {result}, [result]
+            while pending:
+                for parent in pending.pop().all_input_nodes:
+                    value = self.owners[parent]
+                    if value in seen:
+                        continue
+                    seen.add(value)
+                    if value in self._fused:
+                        pending.append(value)
+                    elif self._dies_for(value, result) and value not in found:
+                        found.add(value)
+                        pending.clear()
+                        break
+        return found
+
+    def _dies_for(self, value: fx.Node, result: fx.Node) -> bool:
+        if value not in self.materialized or value in self.results:
+            return False
+        if self.last[value] != self.position[result]:
+            return False
+        old, new = value.meta["val"], result.meta["val"]
+        return (old.dtype, num_bytes(value)) == (new.dtype, num_bytes(result))
 
     def _walk(self, nodes: list[fx.Node]) -> None:
         """Latest first: boundary is the first node after a value that no kernel of ours holds."""
@@ -97,7 +138,7 @@ class _Values:
                     )
                     last, until = max(last, at), max(until, at)
                     until = max(until, *(self.last[v] for v in made if v in self._fused), until)
-                    same = self._tg.phase(reader) == self._tg.phase(value)
+                    same = self.tg.phase(reader) == self.tg.phase(value)
                     fused = fused and inside and same
                 boundary[value], self.last[value] = first, until
                 if fused and last <= first:

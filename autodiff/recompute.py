@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,9 +10,8 @@ import torch
 from torch import fx
 
 from . import ops
-from .budget import Cut, search
+from .budget import Cut, relieved, search, take
 from .cut import CutProblem, Plan
-from .duplication import duplicate
 from .graph import TrainingGraph
 from .liveness import maker_of, peak_bytes
 from .reads import num_bytes
@@ -80,10 +79,12 @@ def plan_recompute(
     reader, in that reader's phase, links to what its readers derive from (a recomputed node belongs
     to the backward that needs it) and keeps its source line.
     """
-    choice = choose(tg, memory_budget, measure=measure)
-    if not choice.recomputed:
-        return tg, choice.report
-    return duplicate(tg, choice.recomputed), choice.report
+    problem = CutProblem(tg, None, ())
+    if memory_budget is None:
+        cut, peaks = take(problem, Plan()), None
+    else:
+        cut, peaks = _within(problem, memory_budget, measure or _estimate, relieved)
+    return cut.graph, _choice(problem, cut, peaks).report
 
 
 def choose(
@@ -92,21 +93,18 @@ def choose(
     *,
     static_inputs: Collection[fx.Node] | None = None,
     demanded: Collection[fx.Node] = (),
-    measure: Measure | None = None,
 ) -> Choice:
-    """Choose what to save, with the least effort that meets the budget.
+    """Choose what to save, with the least effort that meets the budget by the estimate.
 
     static_inputs: placeholders that live through the step anyway (None: all of them).
-    demanded: forward values that the backward returns unchanged.
+    demanded: forward values that the backward returns unchanged. Every value is made again at most
+    once: a region's backward is cut out by what it saves.
     """
     problem = CutProblem(tg, static_inputs, demanded)
     if memory_budget is None:
-        saved, recomputed = problem.cut(Plan())
-        return _choice(problem, Cut(Plan(), tuple(saved), tuple(recomputed)))
-    baseline = _estimate(tg) if measure is None else measure(tg)
-    limit = _limit(memory_budget, baseline)
-    cut, peak = _within(problem, limit, baseline, measure)
-    return _choice(problem, cut, limit, peak, baseline)
+        return _choice(problem, take(problem, Plan()))
+    cut, peaks = _within(problem, memory_budget, _estimate)
+    return _choice(problem, cut, peaks)
 
 
 def save_all(
@@ -120,7 +118,7 @@ def save_all(
     saved = tuple(node for node in problem.forward if node in problem.needed)
     total = sum(problem.held_bytes(node) for node in saved)
     names = tuple(node.name for node in saved if node.op == "call_function")
-    kept = tuple(_note(problem, n, "recompute is off") for n in saved if problem.held_bytes(n))
+    kept = tuple(_note(tg, n, "recompute is off") for n in saved if problem.held_bytes(n))
     return Choice(saved, (), RecomputeReport(names, total, (), total, kept))
 
 
@@ -128,28 +126,42 @@ def _estimate(tg: TrainingGraph) -> int:
     return peak_bytes(tg).num_bytes
 
 
+@dataclass(frozen=True, slots=True)
+class _Peaks:
+    """Of a budget, in bytes: as in the report."""
+
+    limit: int
+    peak: int
+    baseline: int
+
+
 def _within(
-    problem: CutProblem, limit: int, baseline: int, measure: Measure | None
-) -> tuple[Cut, int]:
-    """The cut of least effort within the limit, by `measure`; else the one that needs least.
+    problem: CutProblem,
+    memory_budget: float,
+    measure: Measure,
+    relieved: Callable[[CutProblem, Cut, int], Cut] | None = None,
+) -> tuple[Cut, _Peaks]:
+    """The cut of least effort within the budget, by `measure`; else the one that needs least.
 
     The search estimates; where a measurement says that its choice needs more, it is repeated for
-    so much less.
+    so much less. relieved: what may be done to a cut that needs too much.
     """
-    wanted = limit if measure is None else limit * _estimate(problem.tg) // max(baseline, 1)
+    baseline = measure(problem.tg)
+    limit = _limit(memory_budget, baseline)
+    wanted = limit * _estimate(problem.tg) // max(baseline, 1)
     best: tuple[Cut, int] | None = None
     for _ in range(_ATTEMPTS):
         cut = search(problem, wanted)
-        if measure is None:
-            return cut, cut.peak
-        peak = measure(duplicate(problem.tg, cut.recomputed) if cut.recomputed else problem.tg)
+        if cut.peak > wanted and relieved is not None:
+            cut = relieved(problem, cut, wanted)
+        peak = measure(cut.graph)
         if best is None or peak < best[1]:
             best = cut, peak
         if peak <= limit or cut.peak > wanted:
             break
         wanted = int(min(wanted, cut.peak) * limit / peak * 0.98)
     assert best is not None
-    return best
+    return best[0], _Peaks(limit, best[1], baseline)
 
 
 def _limit(memory_budget: float, baseline: int) -> int:
@@ -158,37 +170,39 @@ def _limit(memory_budget: float, baseline: int) -> int:
     return int(memory_budget)
 
 
-def _choice(
-    problem: CutProblem,
-    cut: Cut,
-    limit: int | None = None,
-    peak: int | None = None,
-    baseline_peak: int | None = None,
-) -> Choice:
-    cheap = frozenset(cut.recomputed if limit is None else problem.cut(Plan())[1])
+def _choice(problem: CutProblem, cut: Cut, peaks: _Peaks | None = None) -> Choice:
+    cheap = frozenset(cut.recomputed if peaks is None else problem.cut(Plan())[1])
     report = RecomputeReport(
         saved=tuple(node.name for node in cut.saved if node.op == "call_function"),
         saved_bytes=sum(problem.held_bytes(node) for node in cut.saved),
         recomputed=tuple(node.name for node in cut.recomputed),
         baseline_bytes=problem.baseline_bytes(),
         kept=tuple(
-            _note(problem, node, problem.why_saved(node, cut.plan))
+            _note(problem.tg, node, problem.why_saved(node, cut.plan))
             for node in cut.saved
             if problem.held_bytes(node)
         ),
-        again=tuple(
-            _note(problem, node, problem.why_again(node, node in cheap))
-            for node in cut.recomputed
-            if ops.lookup(node.target).kind not in ("view", "creation")
+        again=(
+            *_notes(problem.tg, cut.recomputed, lambda n: problem.why_again(n, n in cheap)),
+            *_notes(cut.graph, cut.once_more, lambda _: "memory_budget: once more, for later"),
         ),
-        limit=limit,
-        peak=peak,
-        baseline_peak=baseline_peak,
+        limit=None if peaks is None else peaks.limit,
+        peak=None if peaks is None else peaks.peak,
+        baseline_peak=None if peaks is None else peaks.baseline,
     )
     return Choice(cut.saved, cut.recomputed, report)
 
 
-def _note(problem: CutProblem, node: fx.Node, why: str) -> ValueNote:
+def _notes(
+    tg: TrainingGraph, nodes: Sequence[fx.Node], why: Callable[[fx.Node], str]
+) -> Iterator[ValueNote]:
+    """Of values made again, views and constants aside."""
+    for node in nodes:
+        if ops.lookup(node.target).kind not in ("view", "creation"):
+            yield _note(tg, node, why(node))
+
+
+def _note(tg: TrainingGraph, node: fx.Node, why: str) -> ValueNote:
     value = node.meta.get("val")
     kind = ""
     if isinstance(value, torch.Tensor):
@@ -196,7 +210,7 @@ def _note(problem: CutProblem, node: fx.Node, why: str) -> ValueNote:
         kind = f"{str(value.dtype).removeprefix('torch.')}[{sizes}]"
     maker = maker_of(node)
     name = ops.op_name(maker.target) if maker.op == "call_function" else maker.op
-    return ValueNote(node.name, name, kind, num_bytes(node), problem.tg.where(maker), why)
+    return ValueNote(node.name, name, kind, num_bytes(node), tg.where(maker), why)
 
 
 def saved_values(choice: Choice) -> tuple[list[fx.Node], list[Any]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -99,13 +100,9 @@ class GraphEdit:
                 link = self._renamed[link]
             if link is not None and forward and link not in forward:
                 link = None
-            facts[node] = fact if link == fact.forward_of else _relink(fact, link)
+            facts[node] = fact if link == fact.forward_of else replace(fact, forward_of=link)
         self.tg.gm.recompile()
         return self.tg.replace(facts=facts, **changes)
-
-
-def _relink(fact: NodeFacts, link: str | None) -> NodeFacts:
-    return NodeFacts(phase=fact.phase, forward_of=link, where=fact.where)
 
 
 def fake_mode_of(graph: fx.Graph) -> FakeMode:

@@ -108,7 +108,7 @@ def _planned_peak(state: State, graph: TrainingGraph) -> int:
     """The most bytes of its own that a step holds at once if recompute gives this graph."""
     names = [name for name, _, _ in PASSES]
     state = replace(state, graph=graph)
-    for _, function, _ in PASSES[names.index("recompute") + 1 : names.index("lower")]:
+    for _, function, _ in PASSES[names.index("recompute") + 1 : names.index("tune")]:
         state = function(state)
     return planned_footprint(state).peak
 
@@ -122,9 +122,9 @@ def planned_footprint(state: State) -> Footprint:
     """What a grouped graph needs, run as the backend runs it (Inductor: as our kernels would)."""
     assert state.fusion is not None
     eager = state.facts.backend == "eager"
-    return footprint(
-        state.graph, planned_steps(state.graph.nodes() if eager else state.fusion.order)
-    )
+    steps = planned_steps(state.graph.nodes() if eager else state.fusion.order)
+    ours = state.kernels if state.facts.backend == "triton" else {}
+    return footprint(state.graph, steps, ours)
 
 
 def _early(state: State) -> State:

@@ -110,13 +110,9 @@ def test_the_plan_s_account_is_the_allocator_s(name):
 
 
 BUDGETS = [(name, budget) for name in CASES for budget in (0.5, 0.25)]
-TOO_TIGHT = pytest.mark.xfail(strict=True, reason="0.32 is the least for it: docs/decisions/026")
 
 
-@pytest.mark.parametrize(
-    ("name", "budget"),
-    [pytest.param(*b, marks=TOO_TIGHT if b == ("resnet", 0.25) else ()) for b in BUDGETS],
-)
+@pytest.mark.parametrize(("name", "budget"), BUDGETS)
 def test_a_budget_is_kept(name, budget):
     measured = _ours(name, budget)
     memory = measured.memory

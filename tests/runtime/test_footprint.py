@@ -22,7 +22,7 @@ def test_values_die_at_their_last_read() -> None:
         return (c @ w).cos()
 
     tg = trace(step, [torch.randn(16, 16), torch.randn(16, 16)])
-    found = footprint(tg, planned_steps(tg.nodes()))
+    found = footprint(tg, planned_steps(tg.nodes()), {})
     assert (found.peak, found.at) == (3 * KIB, "aten.add.Tensor")
     assert found.results == KIB
     assert found.between == 0
@@ -37,7 +37,7 @@ def test_a_view_holds_the_whole_and_an_expansion_nothing() -> None:
         return wide.cos().sum()  # a is gone: a row, and cos
 
     tg = trace(step, [torch.randn(16, 16)])
-    found = footprint(tg, planned_steps(tg.nodes()))
+    found = footprint(tg, planned_steps(tg.nodes()), {})
     assert (found.peak, found.at) == (KIB + KIB // 16, "aten.exp.default")
     assert found.results == 4
 
@@ -49,7 +49,7 @@ def test_parts_of_a_tuple_live_apart() -> None:
         return (y * rstd + mean).sum()
 
     tg = trace(step, [torch.randn(16, 16), torch.randn(16, 16)])
-    found = footprint(tg, planned_steps(tg.nodes()))
+    found = footprint(tg, planned_steps(tg.nodes()), {})
     rows = 16 * 4
     # mul: y, its product, mean and rstd
     assert (found.peak, found.at) == (2 * KIB + 2 * rows, "aten.mm.default")
@@ -63,7 +63,7 @@ def test_what_the_backward_needs_lies_between() -> None:
 
     args = [torch.randn(16, 16), torch.randn(16, 16)]
     tg = trace(step, args, backward_from=3)
-    found = footprint(tg, planned_steps(tg.nodes()))
+    found = footprint(tg, planned_steps(tg.nodes()), {})
     assert found.between == KIB
     assert found.peak == 2 * KIB
     assert found.results == 2 * KIB
@@ -76,6 +76,6 @@ def test_a_new_value_of_an_input_is_given_back() -> None:
 
     args = [torch.randn(16, 16), torch.randn(16, 16)]
     tg = trace(step, args, mutates=[1])
-    found = footprint(tg, planned_steps(tg.nodes()))
+    found = footprint(tg, planned_steps(tg.nodes()), {})
     assert found.peak == KIB  # sin, then exp; never both
     assert found.results == KIB + 4

@@ -15,6 +15,7 @@ from torch import Tensor, fx
 
 from autodiff.graph import TrainingGraph
 from trainfuse.runtime.memory import IN_PLACE, MemoryPlan, Step, deaths
+from trainfuse.runtime.reuse import memory_of
 
 RESERVED = frozenset({"_", "aten", "prims", "torch", "slice", "args", "step", "inf", "nan"})
 _WIDTH = 96
@@ -135,6 +136,7 @@ class Printer(Expressions):
                 name = re.sub(r"\W", "_", fact.target)
                 name = name if name.isidentifier() else f"p_{name}"
                 self.namer.names[node] = self.namer.fresh(name)
+        self._ours = {node for step in plan.steps if step.group for node in step.writes}
         self._kept = {n: self.namer.fresh(f"{self.name(n)}_kept") for n in plan.kept}
 
     def render(self) -> str:
@@ -214,7 +216,7 @@ class Printer(Expressions):
         lines = [f"    # {step.name}: {operators(step.group.nodes)}"]
         for node in step.writes:
             if node in self.plan.reused:
-                lines.append(f"    {self.namer[node]} = {self.name(self.plan.reused[node])}")
+                lines.append(f"    {self.namer[node]} = {self._memory(node)}")
             elif node not in self.plan.in_place:
                 v = node.meta["val"]
                 lines.append(
@@ -224,6 +226,14 @@ class Printer(Expressions):
         outputs = ", ".join(self.name(n) for n in step.writes)
         arguments = [self.name(n) for n in step.reads]
         return [*lines, *_wrapped(f"    {step.name}(", [*arguments, f"out=[{outputs}]"])]
+
+    def _memory(self, node: fx.Node) -> str:
+        """What a result is written over; only kernels of ours surely lay theirs out as planned."""
+        dead = self.plan.reused[node]
+        if dead in self._ours:
+            return self.name(dead)
+        strides = tuple(node.meta["val"].stride())
+        return f"{self._callee(memory_of)}({self.name(dead)}, {strides})"
 
     # -- values -------------------------------------------------------------------------------
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -12,9 +11,17 @@ from torch import fx
 from autodiff import ops
 from autodiff.graph import TrainingGraph
 from autodiff.reads import num_bytes
-from trainfuse.runtime.memory import MemoryPlan, Step, fold_results, is_view, place_mutations
+from trainfuse.runtime.memory import (
+    MemoryPlan,
+    Step,
+    fold_results,
+    memory_owners,
+    place_mutations,
+)
+from trainfuse.runtime.reuse import place_reuse
 
 if TYPE_CHECKING:
+    from trainfuse.codegen.ir import GroupKernel
     from trainfuse.fusion.plan import FusionGroup
 
 
@@ -46,14 +53,18 @@ def planned_steps(order: Sequence[FusionGroup | fx.Node]) -> list[Step]:
     return fold_results(steps)
 
 
-def footprint(tg: TrainingGraph, steps: Sequence[Step]) -> Footprint:
+def footprint(
+    tg: TrainingGraph, steps: Sequence[Step], kernels: Mapping[str, GroupKernel]
+) -> Footprint:
     """Account the values that are alive at each statement, by the memory that they own.
 
-    Memory inside an operator or a compiled segment is not seen, nor what an allocator rounds up.
+    kernels: by group name, for what they write over their operands. Memory inside an operator or a
+    compiled segment is not seen, nor what an allocator rounds up.
     """
-    plan = place_mutations(tg, steps)
-    owners = _owners(tg)
+    plan = place_reuse(tg, place_mutations(tg, steps), kernels)
+    owners = memory_owners(tg)
     results = _results(tg, plan, owners)
+    owners = _handed_on(plan, owners, results)
     foreign = {node for node in tg.graph.nodes if node.op != "call_function"}
     foreign |= plan.in_place.keys()
     last: dict[fx.Node, int] = {}
@@ -80,18 +91,6 @@ def footprint(tg: TrainingGraph, steps: Sequence[Step]) -> Footprint:
     return Footprint(peak, at, between, given)
 
 
-def _owners(tg: TrainingGraph) -> Mapping[fx.Node, fx.Node]:
-    """As `alias_roots`, with the parts of a tuple as values of their own."""
-    owners: dict[fx.Node, fx.Node] = {}
-    for node in tg.graph.nodes:
-        base = node.all_input_nodes[0] if node.all_input_nodes else None
-        shows = node.op == "call_function" and base is not None and is_view(node)
-        if shows and node.target is operator.getitem:
-            shows = not isinstance(base.meta.get("val"), tuple | list)
-        owners[node] = owners[base] if shows and base is not None else node
-    return owners
-
-
 def _results(
     tg: TrainingGraph, plan: MemoryPlan, owners: Mapping[fx.Node, fx.Node]
 ) -> set[fx.Node]:
@@ -100,6 +99,17 @@ def _results(
         if step.kind == "update":
             found |= {owners[node] for node in step.reads}
     return found
+
+
+def _handed_on(
+    plan: MemoryPlan, owners: Mapping[fx.Node, fx.Node], results: set[fx.Node]
+) -> Mapping[fx.Node, fx.Node]:
+    """The owners, with the first owner of memory in the place of those that it is handed on to."""
+    first: dict[fx.Node, fx.Node] = {}
+    for value, donor in plan.reused.items():
+        if owners[value] not in results:
+            first[owners[value]] = first.get(owners[donor], owners[donor])
+    return {node: first.get(owner, owner) for node, owner in owners.items()}
 
 
 def _first_backward(tg: TrainingGraph, steps: Sequence[Step]) -> int:

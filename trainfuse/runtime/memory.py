@@ -89,6 +89,19 @@ def alias_roots(tg: TrainingGraph) -> dict[fx.Node, fx.Node]:
     return roots
 
 
+def memory_owners(tg: TrainingGraph) -> dict[fx.Node, fx.Node]:
+    """As `alias_roots`, with the parts of a tuple as values of their own, unless they are views."""
+    owners: dict[fx.Node, fx.Node] = {}
+    for node in tg.graph.nodes:
+        base = node.all_input_nodes[0] if node.all_input_nodes else None
+        owners[node] = node
+        if node.op == "call_function" and base is not None and is_view(node):
+            many = isinstance(base.meta.get("val"), _MANY)
+            if node.target is not operator.getitem or not many or is_view(base):
+                owners[node] = owners[base]
+    return owners
+
+
 def fold_results(steps: Sequence[Step]) -> list[Step]:
     """Let an operator with several results write them at once: `out, mean, rstd = ...`."""
     made = {step.node for step in steps if step.kind == "aten"}

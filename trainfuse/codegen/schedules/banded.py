@@ -25,6 +25,7 @@ from trainfuse.codegen.schedules.common import (
     needed,
     own_axes,
     preload,
+    written_over,
 )
 from trainfuse.codegen.targets import Target
 from trainfuse.codegen.tile import Segment, TileAxis, divide_up, power_of_two, snug
@@ -123,7 +124,8 @@ def build(group: Group, target: Target, choice: Choice, parts: Division) -> Modu
         tile(builder, nodes, rows, strip)
     doc = f"Banded: {describe(group, nodes)}."
     warps = choice.warps or WARPS
-    return Module((kernel(builder, "banded_kernel", doc, (programs, tiles, 1), warps),))
+    launch = kernel(builder, "banded_kernel", doc, (programs, tiles, 1), warps)
+    return Module((launch,), in_place=written_over(group, rows * block, warps))
 
 
 def tile(builder: Builder, nodes: list[fx.Node], rows: int, first: str) -> None:

@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from trainfuse.codegen.builder import Group
 from trainfuse.codegen.choices import Choice, products
 from trainfuse.codegen.ir import Module
 from trainfuse.codegen.schedules import accumulate
-from trainfuse.codegen.schedules.common import describe, live_tiles, long, needed, widest
+from trainfuse.codegen.schedules.common import (
+    describe,
+    live_tiles,
+    long,
+    needed,
+    read_by,
+    widest,
+    written_over,
+)
 from trainfuse.codegen.targets import CodegenOptions, Target
 from trainfuse.codegen.tile import Segment, TileAxis, divide_up, power_of_two, snug
 
@@ -63,10 +73,13 @@ def build(group: Group, target: Target, options: CodegenOptions, choice: Choice)
     if col_mask:
         prologue.append(("col_mask", "col < COLS"))
     doc = f"Sums over rows: {describe(group, needed(group))}."
-    plan = accumulate.Plan(
-        slabs, rows, "column_kernel", doc, choice.warps or num_warps(rows * block), tiles
-    )
-    return accumulate.build(group, target, tile, plan, prologue)
+    warps = choice.warps or num_warps(rows * block)
+    plan = accumulate.Plan(slabs, rows, "column_kernel", doc, warps, tiles)
+    module = accumulate.build(group, target, tile, plan, prologue)
+    _, late = accumulate.late_nodes(group)
+    again = read_by(group, [node for node in late if not domain.reduced.get(node)])
+    over = written_over(group, rows * block, warps)
+    return replace(module, in_place=frozenset(p for p in over if group.inputs[p[1]] not in again))
 
 
 def num_warps(elements: int) -> int:

@@ -21,6 +21,7 @@ from trainfuse.codegen.tile import (
     word_strides,
 )
 from trainfuse.fusion.domains import Domain
+from trainfuse.fusion.indirect import source_of
 
 THREADS = 32
 VECTOR_BYTES = 16
@@ -50,6 +51,24 @@ def aligned(group: Group) -> frozenset[tuple[int, int]]:
         for o, output in enumerate(group.outputs)
         for i, source in enumerate(group.inputs)
         if axes.get(source) == axes[output] and own_axes(group.domain, output) == every
+    )
+
+
+def written_over(group: Group, elements: int, warps: int) -> frozenset[tuple[int, int]]:
+    """(output, input) numbers for programs that load a tile's elements before they store any.
+
+    An element that a result is made of is in registers by the time that the result is, whichever
+    thread loaded it; of one that it isn't made of, another thread might be late. elements: of a
+    tile; with more threads than those several hold one, and none waits until all have read it.
+    """
+    if elements < THREADS * warps:
+        return frozenset()
+    looked_up = {source_of(node) for node in group.domain.indirect}
+    return frozenset(
+        (o, i)
+        for o, i in aligned(group)
+        if group.inputs[i] not in looked_up
+        and group.inputs[i] in read_by(group, [group.outputs[o]])
     )
 
 

@@ -27,6 +27,7 @@ from trainfuse.codegen.schedules.common import (
     preload,
     row_extents,
     widest,
+    written_over,
 )
 from trainfuse.codegen.targets import CodegenOptions, Target
 from trainfuse.codegen.tile import Segment, TileAxis, divide_up, power_of_two, value_strides
@@ -175,9 +176,8 @@ def flat(
         if node in group.outputs:
             builder.store(node)
     doc = f"Flat: {describe(group, nodes)}."
-    return Module(
-        (kernel(builder, "pointwise_kernel", doc, (divide_up(size, block), 1, 1), num_warps),)
-    )
+    launch = kernel(builder, "pointwise_kernel", doc, (divide_up(size, block), 1, 1), num_warps)
+    return Module((launch,), in_place=written_over(group, block, num_warps))
 
 
 def flat_block(group: Group, target: Target, size: int, choice: Choice) -> tuple[int, int]:
@@ -246,7 +246,9 @@ def tiled(
             builder.store(node)
     doc = f"Tiled: {describe(group, nodes)}."
     grid = (y_tiles * axes[0].size, x_tiles, 1)
-    return Module((kernel(builder, "tiled_kernel", doc, grid, choice.warps or warps),))
+    warps = choice.warps or warps
+    launch = kernel(builder, "tiled_kernel", doc, grid, warps)
+    return Module((launch,), in_place=written_over(group, x_block * y_block, warps))
 
 
 def tile_sides(group: Group, target: Target, y_size: int, x_size: int) -> tuple[int, int, int]:
