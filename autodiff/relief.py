@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import heapq
 import operator
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -50,11 +50,29 @@ class Relieved:
     again: tuple[fx.Node, ...] = ()
 
 
+@dataclass(slots=True)
+class _Split:
+    """Who reads a value before the fullest place, and who after it.
+
+    doubled: what must be there twice: the value, views of it, and what kernels both before and
+    after make of it inside. late: (reader, operand) after the place. since: the last reader before.
+    """
+
+    doubled: set[fx.Node]
+    late: list[tuple[fx.Node, fx.Node]]
+    since: int
+
+
 @dataclass(frozen=True, slots=True)
 class _Drop:
-    """One value to be dropped at the fullest place. place: of its first later reader, which copies
-    stand before. copied: what is made again, in order. late: (reader, operand) that read copies."""
+    """One value to be dropped at the fullest place.
 
+    gain: bytes, times the places at which too much is alive, over the price of making it again.
+    place: of its first reader afterwards, which copies stand before. copied: what is made again,
+    in order. late: (reader, operand) that read copies.
+    """
+
+    gain: float
     place: int
     copied: tuple[fx.Node, ...]
     late: tuple[tuple[fx.Node, fx.Node], ...]
@@ -111,17 +129,8 @@ class _Drops:
 
     def ranked(self) -> list[_Drop]:
         """Those that cost least for the bytes that they spare, and the places that they do at."""
-        found: list[tuple[float, _Drop]] = []
-        for value in self.lives.materialized:
-            if self._may_go(value):
-                drop = self._drop(value)
-                if drop is not None:
-                    early = self.place  # it is free from its last reader before, at the least here
-                    places = self.over[drop.place] - self.over[early]
-                    price = sum(map(_price, drop.copied))
-                    found.append((num_bytes(value) * places / max(price, 1), drop))
-        found.sort(key=lambda pair: -pair[0])
-        return [drop for _, drop in found]
+        drops = (self._drop(value) for value in self.lives.materialized if self._may_go(value))
+        return sorted((drop for drop in drops if drop is not None), key=lambda drop: -drop.gain)
 
     def _may_go(self, value: fx.Node) -> bool:
         lives = self.lives
@@ -134,27 +143,25 @@ class _Drops:
 
     def _drop(self, value: fx.Node) -> _Drop | None:
         """Making a value again for its readers after the fullest place; None if that can't be."""
-        split = self._later(value)
-        if split is None:
+        split = self._split(value)
+        if split is None or not split.late:
             return None
-        doubled, late = split
-        if not late or not self.fixed.isdisjoint(reader for reader, _ in late):
+        if not self.fixed.isdisjoint(reader for reader, _ in split.late):
             return None
-        first = min((reader for reader, _ in late), key=self.lives.position.__getitem__)
+        position = self.lives.position
+        first = min((reader for reader, _ in split.late), key=position.__getitem__)
         if self.lives.tg.phase(first) == "forward":
             return None
-        place = self.lives.position[first]
-        copied = self._chain(value, doubled, [operand for _, operand in late], place)
-        return _Drop(place, tuple(copied), tuple(late)) if copied else None
+        copied = self._chain(value, split, position[first])
+        places = self.over[position[first]] - self.over[split.since + 1]
+        gain = num_bytes(value) * places / max(sum(map(_price, copied)), 1)
+        return _Drop(gain, position[first], tuple(copied), tuple(split.late))
 
-    def _later(self, value: fx.Node) -> tuple[set[fx.Node], list[tuple[fx.Node, fx.Node]]] | None:
-        """What must be there twice, and its readers after the fullest place; None if it is needed.
-
-        Doubled are views of the value, and what kernels both before and after make of it inside.
-        """
+    def _split(self, value: fx.Node) -> _Split | None:
+        """A value's readers before and after the fullest place; None if it is needed there."""
         lives = self.lives
-        doubled, pending = {value}, [value]
-        late: list[tuple[fx.Node, fx.Node]] = []
+        split = _Split({value}, [], lives.position[value])
+        pending = [value]
         while pending:
             node = pending.pop()
             for user in node.users:
@@ -163,27 +170,27 @@ class _Drops:
                 until = lives.reads_until(user)
                 shows = lives.owners[user] is not user or user.target is operator.getitem
                 if not shows and lives.position[user] > self.place:
-                    late.append((user, node))
+                    split.late.append((user, node))
                 elif shows or until > self.place:
-                    if user not in doubled:
-                        doubled.add(user)
+                    if user not in split.doubled:
+                        split.doubled.add(user)
                         pending.append(user)
                 elif until == self.place:
                     return None
-        return doubled, late
+                else:
+                    split.since = max(split.since, until)
+        return split
 
-    def _chain(
-        self, value: fx.Node, doubled: set[fx.Node], wanted: Sequence[fx.Node], place: int
-    ) -> list[fx.Node]:
+    def _chain(self, value: fx.Node, split: _Split, place: int) -> list[fx.Node]:
         """What to compute again, in order, of what is in memory at a place."""
         position, small = self.lives.position, KEPT * num_bytes(value)
-        seen = set(wanted)
+        seen = {operand for _, operand in split.late}
         pending = [(-position[node], i, node) for i, node in enumerate(seen)]
         heapq.heapify(pending)
         found: list[fx.Node] = []
         while pending:
             node = heapq.heappop(pending)[-1]
-            if node not in doubled and self._stays(node, place, small, doubled):
+            if node not in split.doubled and self._stays(node, place, small, split.doubled):
                 continue
             found.append(node)
             for parent in node.all_input_nodes:

@@ -63,9 +63,11 @@ def extreme(x: Tensor, *weights: Tensor) -> Tensor:
     return x
 
 
-def graph_of(net: Callable[..., Tensor]) -> tuple[TrainingGraph, list[Tensor]]:
+def graph_of(
+    net: Callable[..., Tensor], layers: int = LAYERS
+) -> tuple[TrainingGraph, list[Tensor]]:
     """The net's training graph, and inputs with a cotangent."""
-    shapes = [(WIDTH, 4 * WIDTH), (4 * WIDTH, WIDTH)] * LAYERS
+    shapes = [(WIDTH, 4 * WIDTH), (4 * WIDTH, WIDTH)] * layers
     args = [torch.randn(ROWS, WIDTH), *(torch.randn(shape) / 8 for shape in shapes)]
     return training_graph(net, args, range(len(args))), [*args, torch.randn(ROWS, WIDTH)]
 

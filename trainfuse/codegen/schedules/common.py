@@ -73,7 +73,7 @@ def written_over(group: Group, elements: int, warps: int) -> frozenset[tuple[int
 
 
 def read_by(group: Group, nodes: Iterable[fx.Node]) -> set[fx.Node]:
-    """Inputs that are read where these values are computed, down to reductions made before."""
+    """Inputs whose elements these values are computed of, down to reductions made before."""
     members, found = set(group.nodes), set[fx.Node]()
     pending, seen = list(nodes), set[fx.Node]()
     while pending:
@@ -84,7 +84,7 @@ def read_by(group: Group, nodes: Iterable[fx.Node]) -> set[fx.Node]:
         if node not in members:
             found.add(node)
         elif not group.domain.reduced.get(node):
-            pending += node.all_input_nodes
+            pending += [operand for operand in node.all_input_nodes if reads(node, operand)]
     return found
 
 
