@@ -145,6 +145,7 @@ def test_what_an_operator_may_have_returned_as_it_got_it_is_left_alone() -> None
     assert kernel.in_place == {(0, 0)}
     options = RuntimeOptions("triton", cache=KernelCache(None))
     program = build_program(tg, plan_of(tg, group), {group.name: kernel}, {}, options)
+    assert "memory_of" not in program.source
     given = cloned(args)
     x = given[0]
     torch.testing.assert_close(program(given), run_graph(tg, args))
