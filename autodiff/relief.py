@@ -117,7 +117,10 @@ def _excess(lives: Liveness, limit: int) -> int:
 
 
 class _Drops:
-    """What can be dropped where most is alive."""
+    """What can be dropped where most is alive.
+
+    once: what is never computed again. held: that, and gradients: never dropped.
+    """
 
     def __init__(self, lives: Liveness, limit: int, gradients: Collection[str]) -> None:
         self.lives = lives
@@ -125,7 +128,8 @@ class _Drops:
         self.place = lives.live.index(self.peak)
         self.over = [0, *accumulate(size > limit for size in lives.live)]
         self.fixed = fixed_readers(lives.tg)
-        self.once = _made_once(lives.tg, gradients)
+        self.once = _made_once(lives.tg)
+        self.held = self.once | {n for n in lives.nodes if maker_of(n).name in gradients}
 
     def ranked(self) -> list[_Drop]:
         """Those that cost least for the bytes that they spare, and the places that they do at."""
@@ -138,7 +142,7 @@ class _Drops:
             num_bytes(value) >= WORTHWHILE * self.peak
             and value not in lives.results
             and lives.position[value] < self.place < lives.last[value]
-            and value not in self.once
+            and value not in self.held
         )
 
     def _drop(self, value: fx.Node) -> _Drop | None:
@@ -172,6 +176,8 @@ class _Drops:
                 if not shows and lives.position[user] > self.place:
                     split.late.append((user, node))
                 elif shows or until > self.place:
+                    if user in self.once:
+                        return None
                     if user not in split.doubled:
                         split.doubled.add(user)
                         pending.append(user)
@@ -207,15 +213,15 @@ class _Drops:
         if owner in doubled:
             return False
         if owner in lives.materialized:
-            return lives.last[owner] >= place or owner in self.once or num_bytes(owner) <= small
-        return owner in self.once
+            return lives.last[owner] >= place or owner in self.held or num_bytes(owner) <= small
+        return owner in self.held
 
 
 def _price(node: fx.Node) -> int:
     return max(num_bytes(node), 1) * _PRICES[ops.lookup(maker_of(node).target).cost]
 
 
-def _made_once(tg: TrainingGraph, gradients: Collection[str]) -> set[fx.Node]:
+def _made_once(tg: TrainingGraph) -> set[fx.Node]:
     """What may not be computed again."""
     found: set[fx.Node] = set()
     for compared, made in exact_pairs(tg, of_kernels=False):
@@ -223,8 +229,7 @@ def _made_once(tg: TrainingGraph, gradients: Collection[str]) -> set[fx.Node]:
     for node in tg.nodes():
         maker = maker_of(node)
         if (
-            maker.name in gradients
-            or ops.draws_randomness(maker)
+            ops.draws_randomness(maker)
             or ops.is_effect(maker)
             or ops.lookup(maker.target).cost == "never"
             or maker.meta.get("recompute") == CheckpointPolicy.MUST_SAVE
