@@ -17,6 +17,7 @@ from trainfuse.codegen.schedules.common import (
     describe,
     live_tiles,
     needed,
+    neighbours,
     rows_are_neighbours,
 )
 from trainfuse.codegen.targets import CodegenOptions, Target
@@ -39,6 +40,7 @@ WALKED_REGISTERS = 56  # beside the accumulators
 KEPT_SHARE = 8  # of those, what a row that is held needs no longer for the next segment's loads
 # Registers of a kernel, by the tiles that are alive: most are freed as soon as they are used.
 BASE_REGISTERS, TILE_SHARE = 20, 0.7
+LANES_APART = 1.6  # times as many where each element of a row has an address of its own
 DOUBTED = 16  # what the fit may be short of: closer to the limit than that rows spilled
 
 
@@ -82,7 +84,8 @@ def build(group: Group, target: Target, options: CodegenOptions, choice: Choice)
     alive = live + (len(group.inputs) / 2 if choice.ahead else 0)  # as they lie in memory
     if choice.rows and registers(rows * held, alive, warps) > register_limit(target, warps):
         raise Unsupported(group.nodes[-1], "its rows are too long for so few threads to hold")
-    resident = int(FILE / (32 * warps * registers(least * held, live, warps)))
+    share = 1.0 if neighbours(group) is None else LANES_APART
+    resident = int(FILE / (32 * warps * share * registers(least * held, live, warps)))
     per_sm = choice.per_sm or max(1, min(resident, MOST_PER_SM))
     programs = min(per_sm * target.num_sms, divide_up(total, rows), accumulate.MAX_PROGRAMS)
     row_mask = "row_mask" if total % rows else ""
@@ -102,7 +105,9 @@ def build(group: Group, target: Target, options: CodegenOptions, choice: Choice)
         doc,
         warps,
         ahead=ahead,
-        max_registers=shared_registers(target, warps, per_sm, registers(rows * held, live, warps)),
+        max_registers=shared_registers(
+            target, warps, per_sm, share * registers(rows * held, live, warps)
+        ),
     )
     return accumulate.build(group, target, tile, plan, prologue)
 
