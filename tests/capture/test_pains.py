@@ -438,16 +438,20 @@ def test_unknown_operators_stay_inside_one_graph() -> None:
 
 @pytest.mark.covers("T1")
 def test_two_hundred_steps_beside_eager() -> None:
-    """T1: every parameter's gradient points where eager's does; the losses meet."""
+    """T1: every parameter's gradient points where eager's does; the losses meet.
+
+    In fp64: in fp32 two hundred steps make more of the last bit than a test can allow.
+    """
 
     def play(compile_):
         torch.manual_seed(0)
-        model = small_model()
+        model = small_model().double()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.5)
         step = compile_(ordinary(model, optimizer))
         trace = []
         for i in range(200):
-            loss = step(*batch(i % 7))
+            x, y = batch(i % 7)
+            loss = step(x.double(), y)
             trace.append((float(loss), [p.grad.clone() for p in model.parameters()]))
         return trace
 

@@ -59,7 +59,7 @@ def classify(
     else:
         cols = columns_of_sums(sizes, sums)
     rows = every - cols
-    if read_back and (inner := inner_of(cols, reduced)):
+    if rows and read_back and (inner := inner_of(cols, reduced)):  # without rows: one program
         check_nested(sizes, own, reduced, cols, inner)
         return tuple(sorted(rows)), tuple(sorted(cols)), "nested"
     sides = {node: side(node, space[node], reduced[node], cols, rows) for node in space}
