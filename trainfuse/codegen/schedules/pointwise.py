@@ -131,20 +131,21 @@ def lookups(group: Group, order: Sequence[int]) -> banded.Division | None:
 
 
 def odd_rows(group: Group, target: Target, order: Sequence[int]) -> banded.Division | None:
-    """Bands where joins and paddings are read into many long rows that no vectors divide.
+    """Bands where joins of several tensors fill many long rows that no vectors divide.
 
     Walked flat, a thread writes neighbours at once and reads each at an address of its own, its
     warp's lanes a vector apart: four times the cache lines a load, and two divisions an element.
-    In a band lanes are neighbours.
+    In a band lanes are neighbours, but are written one by one: it pays where more is read than
+    written.
     """
     domain = group.domain
     rows, cols = tuple(order[:-1]), tuple(order[-1:])
     enough = 4 * banded.ELEMENTS * target.num_sms
-    if not rows or not domain.indirect or domain.extent(order) < enough:
+    if len(domain.indirect) <= len(group.outputs) or domain.extent(order) < enough:
         return None
     width, vector = domain.extent(cols), max(1, VECTOR_BYTES // widest(group))
     odd = width >= banded.WIDTHS[-1] and width % vector != 0
-    return banded.Division(rows, cols, False) if odd else None
+    return banded.Division(rows, cols, False) if rows and odd else None
 
 
 def flat(

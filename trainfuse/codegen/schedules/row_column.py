@@ -52,6 +52,7 @@ LIKELY = (
     Choice(warps=16, rows=2, per_sm=1, ahead=True),
     Choice(warps=8, rows=1, per_sm=1, ahead=True),
     Choice(held=False),
+    Choice(warps=8, per_sm=2, held=False),
 )
 OTHERS = (
     *products(warps=(2, 4, 8, 16), rows=(1, 2, 4), per_sm=(1, 2, 4, 8)),
