@@ -15,6 +15,7 @@ from .exact import between, exact_pairs
 from .graph import TrainingGraph
 from .liveness import maker_of
 from .mincut import INFINITE, FlowNetwork
+from .philox import KEEP_MASK
 from .reads import (
     fixed_readers,
     is_fusible,
@@ -192,7 +193,7 @@ class CutProblem:
             return INFINITE  # the parts are saved, and the base: a view holds the whole storage
         if not isinstance(value, torch.Tensor):
             return 0
-        if ops.lookup(node.target).name == "trainfuse.keep_mask.default":
+        if ops.lookup(node.target).name == KEEP_MASK:
             return INFINITE  # the seed is saved instead
         if node in self.tagged and not self._leaves_checkpoint(node) and not self._is_kept(node):
             return INFINITE
@@ -283,7 +284,7 @@ class CutProblem:
 
     def why_again(self, node: fx.Node, by_default: bool) -> str:
         """The reason, in words, why a value is computed again."""
-        if ops.lookup(node.target).name == "trainfuse.keep_mask.default":
+        if ops.lookup(node.target).name == KEEP_MASK:
             return "drawn again from its saved seed"
         if node in self.tagged:
             return "inside a checkpoint"

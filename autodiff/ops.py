@@ -11,6 +11,8 @@ from typing import Any, Literal
 import torch
 from torch import fx
 
+from .philox import KEEP_MASK
+
 Kind = Literal[
     "pointwise",
     "reduction",
@@ -222,7 +224,7 @@ def lookup(target: object) -> OpRow:
 
 def is_random(target: object) -> bool:
     """Whether the operator draws from a generator, so that its order must be kept."""
-    if lookup(target).name == "trainfuse.keep_mask.default":
+    if lookup(target).name == KEEP_MASK:
         return False
     if lookup(target).kind == "rng":
         return True

@@ -14,6 +14,8 @@ _ROUND_A = 0xD2511F53
 _ROUND_B = 0xCD9E8D57
 # Counters that are computed at a time: a mask takes little more memory than itself.
 _PIECE = 1 << 20
+KEEP_MASK = "trainfuse.keep_mask.default"
+"""The mask operator's name."""
 BLOCK = 4
 """Words that one counter gives."""
 # Rows of fewer elements begin where the one before them ends: padding would be much of them.

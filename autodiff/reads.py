@@ -9,6 +9,7 @@ from torch import fx
 
 from . import ops
 from .graph import TrainingGraph
+from .philox import KEEP_MASK
 from .rewrite import known_equal
 
 
@@ -48,7 +49,7 @@ def is_fusible(node: fx.Node) -> bool:
     row = ops.lookup(node.target)
     return (
         row.kind in ("pointwise", "reduction", "creation", "norm", "softmax")
-        or row.name == "trainfuse.keep_mask.default"
+        or row.name == KEEP_MASK
         or row.name in _LOOKUPS
     )
 

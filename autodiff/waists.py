@@ -11,6 +11,7 @@ from torch import fx
 
 from . import ops
 from .cut import CutProblem
+from .philox import KEEP_MASK
 from .reads import is_view, num_bytes
 
 
@@ -54,7 +55,7 @@ class Waists:
                 if node.op == "get_attr" or node.name in constant:
                     fixed.add(node)
                 continue
-            if row.kind == "creation" or row.name == "trainfuse.keep_mask.default":
+            if row.kind == "creation" or row.name == KEEP_MASK:
                 fixed.add(node)
             elif row.kind == "pointwise" and parents and fixed.issuperset(parents):
                 fixed.add(node)  # a cast of a weight: made again from what is there anyway

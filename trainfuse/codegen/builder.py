@@ -13,7 +13,7 @@ import torch
 from torch import fx
 
 from autodiff.ops import lookup, op_name
-from autodiff.philox import word_shape
+from autodiff.philox import KEEP_MASK, word_shape
 from trainfuse.codegen import lookups, sources
 from trainfuse.codegen.chosen import Chosen
 from trainfuse.codegen.coarse import coarse_nodes
@@ -37,7 +37,6 @@ from trainfuse.codegen.triton_ops import Unsupported, expression
 from trainfuse.fusion.domains import Domain
 
 aten = torch.ops.aten
-KEEP_MASK = "trainfuse.keep_mask.default"
 
 
 class Group(Protocol):

@@ -7,6 +7,7 @@ import operator
 from torch import Tensor, fx
 
 from autodiff import ops
+from autodiff.philox import KEEP_MASK
 from trainfuse.codegen import reductions, triton_ops
 from trainfuse.codegen.scalars import TRITON_TYPE
 from trainfuse.fusion import indirect
@@ -26,7 +27,7 @@ def unsupported(node: fx.Node) -> str | None:
     base = row.name.rpartition(".")[0]
     known = (
         row.kind == "view"
-        or row.name in ("trainfuse.keep_mask.default", SEGMENT_SUM)
+        or row.name in (KEEP_MASK, SEGMENT_SUM)
         or base in reductions.OPS
         or node.target in indirect.TARGETS
         or triton_ops.supported(node.target)

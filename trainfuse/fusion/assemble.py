@@ -14,6 +14,7 @@ from autodiff import ops
 from autodiff.accumulation import ACCUMULATING
 from autodiff.exact import made_once
 from autodiff.graph import Refusal
+from autodiff.philox import KEEP_MASK
 from trainfuse.fusion.alone import outruns_aten
 from trainfuse.fusion.domains import infer
 from trainfuse.fusion.flow import Flow, is_view, sources
@@ -21,7 +22,6 @@ from trainfuse.fusion.plan import FusionGroup, FusionOptions, FusionPlan
 from trainfuse.fusion.schedule import topological
 from trainfuse.fusion.segment_ops import ROW_KEYS, SEGMENT_SUM
 
-KEEP_MASK = "trainfuse.keep_mask.default"
 # One of these alone is worth a kernel: ATen has none for it.
 OURS = frozenset({KEEP_MASK, ROW_KEYS, SEGMENT_SUM})
 PIECES = "trainfuse_pieces"

@@ -15,12 +15,12 @@ from torch import fx
 
 from autodiff import ops
 from autodiff.exact import made_once
+from autodiff.philox import KEEP_MASK
 from trainfuse.fusion.flow import Flow, value_bytes
 
 # Nodes that are made again for one reader, and the part of the old traffic that the new may take.
 MAX_CHAIN = 24
 WORTHWHILE = 0.75
-KEEP_MASK = "trainfuse.keep_mask.default"
 
 Fits = Callable[[int, Collection[fx.Node]], bool]
 

@@ -9,6 +9,7 @@ from trainfuse.codegen.choices import Choice, products
 from trainfuse.codegen.ir import Module
 from trainfuse.codegen.schedules import accumulate
 from trainfuse.codegen.schedules.common import (
+    VECTOR_BYTES,
     describe,
     live_tiles,
     long,
@@ -33,7 +34,6 @@ FEW_COLUMNS = 4
 TILE_REGISTERS = 160
 # A thread's, for what is read and summed at once, that leave room for four programs.
 LIGHT_REGISTERS = 32
-VECTOR_BYTES = 16
 
 
 LIKELY = (

@@ -16,6 +16,7 @@ from trainfuse.codegen.choices import Choice, products
 from trainfuse.codegen.ir import Module
 from trainfuse.codegen.schedules import banded
 from trainfuse.codegen.schedules.common import (
+    VECTOR_BYTES,
     constants,
     describe,
     inside,
@@ -40,7 +41,6 @@ SMALLEST = 256  # elements a program, where there are fewer blocks than multipro
 TILE, LARGE_TILE = (32, 64, 8), (64, 128, 4)
 LARGE_PROGRAMS = 4  # a multiprocessor
 LARGE_REGISTERS = 256  # by live tiles; a thread takes a third of that
-VECTOR_BYTES = 16
 MIN_RUN = 16  # elements that lie together at each place; fewer don't pay for a tile's masked lanes
 
 

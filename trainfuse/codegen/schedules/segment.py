@@ -29,6 +29,7 @@ from trainfuse.codegen.op_text import Unsupported
 from trainfuse.codegen.scalars import HALF, TRITON_TYPE, compute_dtype
 from trainfuse.codegen.schedules import pointwise, ranks
 from trainfuse.codegen.schedules.common import (
+    VECTOR_BYTES,
     constants,
     describe,
     kernel,
@@ -49,7 +50,6 @@ from trainfuse.codegen.tile import (
 from trainfuse.fusion.arguments import argument
 from trainfuse.fusion.segment_ops import SEGMENT_SUM, key_bias
 
-VECTOR_BYTES = 16
 STEP = 8  # rows loaded before the first is added: as many loads are on their way at once
 LAST = 64  # entries that one program takes
 CHUNKS = (32, 256)  # fewest and most entries of a program
