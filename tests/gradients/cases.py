@@ -152,8 +152,8 @@ def convnet(device: str) -> Training:
         nn.Dropout(0.25),
         nn.Linear(5 * 3 * 3, 3),
     ).to(device)
-    batches = [(torch.randn(6, 2, 6, 6), torch.randint(3, (6,))) for _ in range(3)]
-    return training(model, sgd(model, 0.2, momentum=0.9), classify, batches, device)
+    batches = [(torch.randn(32, 2, 6, 6), torch.randint(3, (32,))) for _ in range(3)]
+    return training(model, sgd(model, 0.05, momentum=0.9), classify, batches, device)
 
 
 class Recurrent(nn.Module):

@@ -73,15 +73,17 @@ def _log(ours: float, eager: float) -> float:
 
 
 def rows(case: str, how: argparse.Namespace) -> list[Row]:
-    """A model of the zoo under several seeds; the worst tensors first."""
-    from tests.gradients.cases import mixed_precision
+    """A model under several seeds; the worst tensors first."""
+    from tests.gradients.cases import CASES, mixed_precision
     from tests.gradients.compilers import Compiler
     from tests.gradients.zoo import ZOO
     from trainfuse.testing import Training, gradient_report
 
+    models = {**CASES, **ZOO}
+
     def make() -> Training:
         with mixed_precision() if how.bf16 else contextlib.nullcontext():
-            return ZOO[case](how.device)
+            return models[case](how.device)
 
     found: dict[str, list[list[TensorError]]] = defaultdict(list)
     for seed in range(how.seeds):
@@ -101,7 +103,7 @@ def rows(case: str, how: argparse.Namespace) -> list[Row]:
 def main(arguments: Sequence[str]) -> int:
     """Print a table for each model."""
     parser = argparse.ArgumentParser(prog="python -m tests.gradients.ratios", description=__doc__)
-    parser.add_argument("cases", nargs="+", help="models of the zoo")
+    parser.add_argument("cases", nargs="+", help="models of cases.py and of the zoo")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--capture", choices=("whole", "regions"), default="whole")
     parser.add_argument("--seeds", type=int, default=8)
