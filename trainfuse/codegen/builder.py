@@ -28,6 +28,7 @@ from trainfuse.codegen.scope import Scope, Value
 from trainfuse.codegen.tile import (
     Segment,
     TileAxis,
+    Vectors,
     first_only,
     needs_int64,
     run_terms,
@@ -238,16 +239,13 @@ class Builder:
                 self.scopes[depth].body.append(Map(name, f"lib.widen({raw})", "widened again"))
                 continue
             tests = [("" if holds else "~") + self.text(test, index) for test, holds in where]
-            self.scopes[depth].body.append(
-                Load(
-                    name,
-                    arg,
-                    self.offset(strides, index),
-                    " & ".join(filter(None, [self.mask(deps, index), *tests])),
-                    TRITON_TYPE[torch.float32] if dtype in HALF else "",
-                    f"{str(dtype).removeprefix('torch.')}[{kind}]",
-                )
-            )
+            offset, row = self.offset(strides, index), ""
+            mask = " & ".join(filter(None, [self.mask(deps, index), *tests]))
+            if not tests and (vectors := self.vectors(offset, index)):
+                offset, mask, row = vectors.offset, "", vectors.load
+            note = f"{str(dtype).removeprefix('torch.')}[{kind}]"
+            wide = TRITON_TYPE[torch.float32] if dtype in HALF else ""
+            self.scopes[depth].body.append(Load(name, arg, offset, mask, wide, note, row=row))
         return self.put(node, Value(tuple(names), deps, depth, compute_dtype(dtype)))
 
     def keeps(self, node: fx.Node) -> bool:
@@ -318,6 +316,11 @@ class Builder:
         ]
         return " + ".join(terms) or "0"
 
+    def vectors(self, offset: str, index: int) -> Vectors | None:
+        """How a value at this offset is moved, where its rows begin at any address."""
+        vectors = self.segment(self.segmented, index).vectors
+        return vectors if vectors is not None and vectors.element == offset else None
+
     def mask(self, deps: frozenset[str], index: int) -> str:
         masks = [
             self.segment(axis.name, index).mask for axis in self.tile.values() if axis.name in deps
@@ -352,12 +355,12 @@ class Builder:
                 text.replace("{index}", self.segment(name, index).index)
                 for name, text in conditions
             ]
-            mask = " & ".join(filter(None, [self.mask(deps, index), *tests]))
+            mask, row = " & ".join(filter(None, [self.mask(deps, index), *tests])), ""
+            if not tests and (vectors := self.vectors(offset, index)):
+                offset, mask, row = vectors.offset, "", vectors.store
             text = self.text(value, index)
-            dtype = node.meta["val"].dtype
-            self.scopes[depth].body.append(
-                Store(arg, offset, cast(text, value.dtype, compute_dtype(dtype)), mask)
-            )
+            text = cast(text, value.dtype, compute_dtype(node.meta["val"].dtype))
+            self.scopes[depth].body.append(Store(arg, offset, text, mask, row=row))
 
     def note(self, name: str, expr: str, why: str = "") -> None:
         """Define an index, mask or accumulator in the current scope."""

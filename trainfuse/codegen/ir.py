@@ -42,7 +42,8 @@ class Define:
 class Load:
     """name = arg[offset], under a mask, then cast to the compute type when that differs.
 
-    other: what masked lanes hold when something reads them; else they are undefined.
+    other: what masked lanes hold when something reads them; else they are undefined. row: in place
+    of a mask, where vectors of a row that begins at any address lie: arguments of lib.load_row.
     """
 
     name: str
@@ -52,6 +53,7 @@ class Load:
     cast: str = ""
     note: str = ""
     other: str = ""
+    row: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,13 +85,17 @@ class Random:
 
 @dataclass(frozen=True, slots=True)
 class Store:
-    """arg[offset] = value, rounded to the argument's type."""
+    """arg[offset] = value, rounded to the argument's type.
+
+    row: in place of a mask, where vectors of a row lie: arguments of lib.store_row.
+    """
 
     arg: ArgRef
     offset: str
     value: str
     mask: str = ""
     note: str = ""
+    row: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,11 +158,13 @@ class Module:
 
     in_place: (output, input) numbers of the group where the output may have the input's memory:
     every element is written by the program that reads it, when it needs it no more.
+    whole_vectors: whether 16 bytes are read where an input ends amid them: it must be aligned.
     """
 
     kernels: tuple[Kernel, ...]
     workspaces: tuple[Workspace, ...] = ()
     in_place: frozenset[tuple[int, int]] = frozenset()
+    whole_vectors: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,7 +184,8 @@ class GroupKernel:
 
     key: sha256 of the source and the launch facts; equal groups share it.
     source: a complete Python module with one @triton.jit function a launch.
-    workspaces: (shape, dtype) of the scratch tensors, in ArgRef order. in_place: as in Module.
+    workspaces: (shape, dtype) of the scratch tensors, in ArgRef order. in_place,
+    whole_vectors: as in Module.
     """
 
     key: str
@@ -185,3 +194,4 @@ class GroupKernel:
     launches: tuple[Launch, ...]
     workspaces: tuple[tuple[tuple[int, ...], torch.dtype], ...] = ()
     in_place: frozenset[tuple[int, int]] = frozenset()
+    whole_vectors: bool = False

@@ -99,7 +99,9 @@ def assemble(name: str, module: Module) -> GroupKernel:
     workspaces = tuple((space.shape, space.dtype) for space in module.workspaces)
     facts = repr((source, launches, workspaces, library_text()))
     key = hashlib.sha256(facts.encode()).hexdigest()
-    return GroupKernel(key, name, source, launches, workspaces, module.in_place)
+    return GroupKernel(
+        key, name, source, launches, workspaces, module.in_place, module.whole_vectors
+    )
 
 
 @cache

@@ -18,18 +18,39 @@ these are exact, of any width where a row would be less than _FULL of a single b
 
 
 @dataclass(frozen=True, slots=True)
+class Vectors:
+    """How a block of rows that begin at any address is moved in aligned vectors.
+
+    element: text of the offset of values that are moved so. offset: the same, as a sum that Triton
+    can tell is aligned. index: name of its index tensor, from an aligned element at most `before`
+    elements before the row. stop: name of the row's end by that index. load, store: arguments of
+    lib.load_row and lib.store_row.
+    """
+
+    element: str
+    offset: str
+    index: str
+    before: int
+    stop: str
+    load: str
+    store: str
+
+
+@dataclass(frozen=True, slots=True)
 class Segment:
     """A block of a tile axis.
 
     index: name of its index tensor. mask: name of the mask that guards it, "" when the block
     never leaves the axis. width: elements. quad: text of its first element divided by 4, None
-    when the block may start elsewhere than at a multiple of 4.
+    when the block may start elsewhere than at a multiple of 4. vectors: of rows that begin at any
+    address.
     """
 
     index: str
     mask: str
     width: int
     quad: str | None = None
+    vectors: Vectors | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -305,3 +305,23 @@ def join_softmax(top, total, keep_dims: tl.constexpr = False):
     peak = reduce_max(top, 0, keep_dims)
     shift = tl.where(peak == float("-inf"), 0.0, peak)
     return peak, reduce_sum(total * libdevice.exp(top - shift), 0, keep_dims)
+
+
+@triton.jit
+def load_row(pointers, place, stop, count: tl.constexpr):
+    """A block of a row in whole vectors, with what they have of other rows or lies after the last.
+
+    place: of its lanes, from an aligned element at or before the row, which ends at stop.
+    """
+    # Triton moves vectors where it can tell that the lanes of one are masked alike
+    end = (stop + count - 1) // count * count
+    return tl.load(pointers, mask=(place >= 0) & (place < end))
+
+
+@triton.jit
+def store_row(pointers, x, place, start, stop, count: tl.constexpr):
+    """Write a block of a row: vectors that lie in it whole, and single elements at its ends."""
+    first, end = (start + count - 1) // count * count, stop // count * count
+    tl.store(pointers, x, mask=(place >= first) & (place < end))
+    inside = (place >= start) & (place < stop)
+    tl.store(pointers, x, mask=inside & ((place < first) | (place >= end)))

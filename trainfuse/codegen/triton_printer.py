@@ -64,14 +64,17 @@ def _loop(loop: Loop, indent: str) -> Iterator[str]:
 
 def _simple(statement: Statement, indent: str) -> str:
     match statement:
-        case Load(name, arg, offset, mask, cast, note, other):
+        case Load(name, arg, offset, mask, cast, note, other, row):
             guard = _mask(mask) + (f", other={other}" if mask and other else "")
-            text = f"{name} = tl.load({_pointer(arg_name(arg), offset)}{guard})"
-            text += f".to({cast})" if cast else ""
+            pointer = _pointer(arg_name(arg), offset)
+            text = f"lib.load_row({pointer}, {row})" if row else f"tl.load({pointer}{guard})"
+            text = f"{name} = {text}" + (f".to({cast})" if cast else "")
         case Check(condition, message):
             text, note = f'tl.device_assert({condition}, "{message}")', ""
-        case Store(arg, offset, value, mask, note):
-            text = f"tl.store({_pointer(arg_name(arg), offset)}, {value}{_mask(mask)})"
+        case Store(arg, offset, value, mask, note, row):
+            pointer = _pointer(arg_name(arg), offset)
+            text = f"tl.store({pointer}, {value}{_mask(mask)})"
+            text = f"lib.store_row({pointer}, {value}, {row})" if row else text
         case (
             Define(name, expr, note)
             | Map(name, expr, note)

@@ -112,7 +112,7 @@ class BoundFunction:
 class GroupLauncher:
     """All launches of one group: inputs and outputs in, workspaces allocated here."""
 
-    __slots__ = ("_device", "_launches", "_num_inputs", "_workspaces")
+    __slots__ = ("_device", "_launches", "_whole_vectors", "_workspaces")
 
     def __init__(
         self,
@@ -129,6 +129,7 @@ class GroupLauncher:
         folder = cache.entry(kernel.key, kernel.source, arch)
         self._device = values[-1].device
         self._workspaces = kernel.workspaces
+        self._whole_vectors = kernel.whole_vectors
         self._launches = []
         for launch in kernel.launches:
             order = [base[kind] + i for kind, i in launch.args]
@@ -157,6 +158,8 @@ class GroupLauncher:
 
     def __call__(self, inputs: Sequence[Tensor], out: Sequence[Tensor]) -> None:
         """Run the group's kernels on the current stream."""
+        if self._whole_vectors:
+            inputs = [_aligned(t) for t in inputs]
         scratch = [
             torch.empty(shape, dtype=dtype, device=self._device)
             for shape, dtype in self._workspaces
@@ -164,3 +167,9 @@ class GroupLauncher:
         tensors = [*inputs, *out, *scratch]
         for function, order in self._launches:
             function([tensors[i] for i in order])
+
+
+def _aligned(tensor: Tensor) -> Tensor:
+    """The tensor, or a copy of one that begins amid 16 bytes and may be read in whole vectors."""
+    odd = tensor.data_ptr() & _ALIGNMENT_MASK and tensor.is_contiguous()
+    return tensor.clone() if odd else tensor

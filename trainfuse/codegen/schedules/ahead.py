@@ -12,8 +12,9 @@ from dataclasses import dataclass, replace
 
 from trainfuse.codegen.ir import Define, Load, Loop, Statement
 
-_INDICES = re.compile(r"row|mid|col(_\d+)?|ROWS|COLS|tl|int64|cast")
+_INDICES = re.compile(r"row(_first)?|mid|place|col(_\d+)?|ROWS|COLS|tl|int64|cast")
 _MASKS = re.compile(r"(row|mid|col(_\d+)?)_mask")
+_ALONG = re.compile(r"place|col(_\d+)?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +55,7 @@ def ahead(loop: Loop, walk: Walk) -> tuple[Statement, ...]:
 def _moves(load: Load, walk: Walk) -> bool:
     """Whether a load is of a row's elements, where indices and their masks alone say which."""
     names = re.findall(r"[A-Za-z_]\w*", load.offset)
-    spans = walk.index in names and any(re.fullmatch(r"col(_\d+)?", name) for name in names)
+    spans = walk.index in names and any(_ALONG.fullmatch(name) for name in names)
     masks = re.findall(r"[A-Za-z_]\w*", load.mask)
     known = all(_INDICES.fullmatch(name) for name in names)
     return spans and known and all(_MASKS.fullmatch(name) for name in masks)
@@ -67,11 +68,13 @@ def _cast(load: Load) -> str:
 def _loaded(load: Load, walk: Walk, index: str) -> Load:
     """The same at another index, as it lies in memory."""
     masks = [m for m in load.mask.split(" & ") if m not in ("", f"{walk.index}_mask")]
-    return replace(
+    moved = replace(
         load,
         name=f"{load.name}_ahead",
         offset=re.sub(rf"\b{walk.index}\b", index, load.offset),
-        mask=" & ".join([f"({walk.inside.format(index)})", *masks]),
         cast="",
         note="",
     )
+    if load.row:
+        return replace(moved, row=re.sub(rf"\b{walk.index}\b", index, load.row))
+    return replace(moved, mask=" & ".join([f"({walk.inside.format(index)})", *masks]))

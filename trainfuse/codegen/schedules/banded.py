@@ -16,6 +16,7 @@ from torch import fx
 from trainfuse.codegen.builder import Builder, Group
 from trainfuse.codegen.choices import Choice
 from trainfuse.codegen.ir import Loop, Module
+from trainfuse.codegen.schedules import vectors
 from trainfuse.codegen.schedules.common import (
     constants,
     describe,
@@ -75,8 +76,9 @@ def build(group: Group, target: Target, choice: Choice, parts: Division) -> Modu
     """Programs of [rows, columns] tiles; None when the grid can't hold them."""
     domain = group.domain
     total, width = domain.extent(parts.rows), domain.extent(parts.cols)
-    rows, block = tile_shape(group, target, choice, total, width, walks=parts.walks)
-    tiles, strips = divide_up(width, block), divide_up(total, rows)
+    rows, block = tile_shape(group, target, choice, parts)
+    vector = vector_elements(group, parts)
+    tiles, strips = divide_up(width + vector - 1, block), divide_up(total, rows)
     if tiles > MAX_TILES:
         return None
     programs = strips
@@ -86,78 +88,88 @@ def build(group: Group, target: Target, choice: Choice, parts: Division) -> Modu
     row_mask = "row_mask" if total % rows else ""
     col_mask = "col_mask" if width % block else ""
     quad = f"tl.program_id(1) * {block // 4}" if block % 4 == 0 else None
-    axes = [
-        TileAxis(
-            "row",
-            parts.rows,
-            total,
-            (Segment("row", row_mask, rows),),
-            None if rows == 1 else 0,
-            True,
-        ),
-        TileAxis(
-            "col",
-            parts.cols,
-            width,
-            (Segment("col", col_mask, block, quad),),
-            0 if rows == 1 else 1,
-            True,
-        ),
-    ]
-    builder = Builder(group, axes, "col")
+    segment = Segment("col", col_mask, block, quad)
+    if vector > 1:
+        segment = vectors.segment(segment, vector)
+    place = None if rows == 1 else 0
+    row = TileAxis("row", parts.rows, total, (Segment("row", row_mask, rows),), place, True)
+    col = TileAxis("col", parts.cols, width, (segment,), 0 if rows == 1 else 1, True)
+    builder = Builder(group, [row, col], "col")
     constants(builder, [("ROWS", total), ("COLS", width)])
     lanes = f"tl.arange(0, {block}){'[None, :]' if rows > 1 else ''}"
-    first = f"tl.program_id(1) * {block} + {lanes}" if tiles > 1 else lanes
-    builder.note("col", long(group, first))
-    if col_mask:
-        builder.note("col_mask", "col < COLS")
-    builder.bind("col")
+    columns = long(group, f"tl.program_id(1) * {block} + {lanes}" if tiles > 1 else lanes)
+    if vector == 1:
+        builder.note("col", columns)
+        if col_mask:
+            builder.note("col_mask", "col < COLS")
+        builder.bind("col")
     nodes = needed(group)
     strip = "tl.program_id(0)" if rows == 1 else f"tl.program_id(0) * {rows}"
     if programs < strips:
         builder.push("row")
-        tile(builder, nodes, rows, "start")
+        define_rows(builder, rows, "start")
+        emit(builder, nodes)
         body = builder.pop()
         builder.body.append(Loop("start", strip, "ROWS", str(programs * rows), body))
     else:
         builder.bind("row")
-        tile(builder, nodes, rows, strip)
+        define_rows(builder, rows, strip)
+        if vector > 1:
+            vectors.begin(builder, vector)
+            vectors.place(builder, columns)
+            builder.bind("col")
+        emit(builder, nodes)
     doc = f"Banded: {describe(group, nodes)}."
     warps = choice.warps or WARPS
     launch = kernel(builder, "banded_kernel", doc, (programs, tiles, 1), warps)
-    return Module((launch,), in_place=written_over(group, rows * block, warps))
+    in_place = written_over(group, rows * block, warps)
+    return Module((launch,), in_place=in_place, whole_vectors=vector > 1)
 
 
-def tile(builder: Builder, nodes: list[fx.Node], rows: int, first: str) -> None:
-    """One tile, from its first row."""
-    group = builder.group
-    builder.note(
-        "row", long(group, first if rows == 1 else f"{first} + tl.arange(0, {rows})[:, None]")
-    )
+def define_rows(builder: Builder, rows: int, first: str) -> None:
+    """The rows of a tile, from its first one."""
+    text = first if rows == 1 else f"{first} + tl.arange(0, {rows})[:, None]"
+    builder.note("row", long(builder.group, text))
     if builder.segment("row", 0).mask:
         builder.note("row_mask", "row < ROWS")
+
+
+def emit(builder: Builder, nodes: list[fx.Node]) -> None:
+    """A tile's loads, then its results."""
     preload(builder, nodes)
     for node in nodes:
-        if node in group.outputs:
+        if node in builder.group.outputs:
             builder.store(node)
 
 
-def tile_shape(
-    group: Group, target: Target, choice: Choice, total: int, width: int, *, walks: bool
-) -> tuple[int, int]:
+def vector_elements(group: Group, parts: Division) -> int:
+    """Elements of a vector where rows are moved in such from any address, else 1: long ones are.
+
+    Programs have one each: of a tile of several, Triton has each thread load what they have of
+    their own once for each of its columns.
+    """
+    long_enough = group.domain.extent(parts.cols) > WIDTHS[0]
+    return vectors.elements(group, parts.rows, parts.cols) if long_enough else 1
+
+
+def tile_shape(group: Group, target: Target, choice: Choice, parts: Division) -> tuple[int, int]:
     """(rows, columns) of a tile: short rows whole, long ones in blocks that waste few lanes.
 
-    walks: whether programs walk down their columns, so that narrow ones cost no more loads.
+    Where programs walk down their columns narrow blocks cost no more loads.
     """
+    total, width = group.domain.extent(parts.rows), group.domain.extent(parts.cols)
+    single = vector_elements(group, parts) > 1
     if target.interpreted:
         block = min(power_of_two(width), 2048)
-        return min(max(1, 16384 // block), power_of_two(total)), block
+        return 1 if single else min(max(1, 16384 // block), power_of_two(total)), block
     elements = choice.block or ELEMENTS
     warps = choice.warps or WARPS
     while elements > 256 and elements * live_tiles(group) / (32 * warps) > TILE_REGISTERS:
         elements //= 2
+    if single:
+        return 1, min(elements, power_of_two(width))
     if width <= min(WIDTHS[0], elements):
-        block = snug(width, power_of_two(width)) if walks else power_of_two(width)
+        block = snug(width, power_of_two(width)) if parts.walks else power_of_two(width)
     else:
         fitting = [w for w in WIDTHS if w <= elements] or [elements]
         block = min(fitting, key=lambda w: (math.ceil(width / w) * w, -w))

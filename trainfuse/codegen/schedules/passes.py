@@ -10,9 +10,17 @@ from trainfuse.codegen import reductions
 from trainfuse.codegen.builder import Builder, Group
 from trainfuse.codegen.ir import Barrier, Loop
 from trainfuse.codegen.reductions import Accumulator, Reduction
-from trainfuse.codegen.schedules import online
+from trainfuse.codegen.schedules import online, vectors
 from trainfuse.codegen.schedules.ahead import Walk, ahead
-from trainfuse.codegen.schedules.common import aligned, columns, lanes, levels, own_axes, read_by
+from trainfuse.codegen.schedules.common import (
+    aligned,
+    columns,
+    lanes,
+    levels,
+    long,
+    own_axes,
+    read_by,
+)
 from trainfuse.codegen.schedules.online import Pair, pairs
 
 ROW = frozenset({"row"})
@@ -103,29 +111,37 @@ def walk(builder: Builder, step: Pass, back: bool, *, early: bool) -> None:
         reductions.start(builder, acc)
     for pair in step.both:
         online.start(builder, pair)
-    segment = builder.segment("col", 0)
-    width = segment.width
+    segment, col = builder.segment("col", 0), builder.tile["col"]
+    width, vector = segment.width, segment.vectors
+    length = col.size + (vector.before if vector else 0)
     builder.push("col")
     last = 0
     if back:
-        last = (builder.tile["col"].size - 1) // width * width
+        last = (length - 1) // width * width
         builder.note("start", f"{last} - done", "backwards: the last chunks are in the cache")
-    col = builder.tile["col"]
     text = lanes(col, builder.rank)
-    builder.note("col", columns(builder.group, col, builder.rank, f"start + {text}"))
-    if segment.mask:
-        builder.note(segment.mask, "col < COLS")
-    # walked backwards, the block with lanes outside comes first: their counts lag behind
-    seen = "" if back and segment.mask else f"{'done' if back else 'start'} // {width} + 1"
+    if vector:
+        vectors.place(builder, long(builder.group, f"start + {text}"))
+    else:
+        builder.note("col", columns(builder.group, col, builder.rank, f"start + {text}"))
+        if segment.mask:
+            builder.note(segment.mask, "col < COLS")
+    # the first block may have lanes outside, backwards or in vectors: their counts lag behind
+    late = segment.mask and (back or vector)
+    seen = "" if late else f"{'done' if back else 'start'} // {width} + 1"
     for acc in step.accs:
         reductions.accumulate(builder, acc, seen)
     for pair in step.both:
         online.accumulate(builder, pair)
     for node in step.wide:
         builder.store(node)
-    loop = Loop("done" if back else "start", "0", "COLS", str(width), builder.pop())
+    stop = str(length) if vector else "COLS"
+    loop = Loop("done" if back else "start", "0", stop, str(width), builder.pop())
     text = f"{last} + {text}" if last else text
-    first = columns(builder.group, col, builder.rank, text)
-    inside = "({0} >= 0) & ({0} < COLS)" if back else "{0} < COLS"
-    way = Walk("col", first, str(-width if back else width), inside)
+    if vector:
+        first, index, end = long(builder.group, text), vector.index, vector.stop
+    else:
+        first, index, end = columns(builder.group, col, builder.rank, text), "col", "COLS"
+    inside = f"({{0}} >= 0) & ({{0}} < {end})" if back else f"{{0}} < {end}"
+    way = Walk(index, first, str(-width if back else width), inside)
     builder.body.extend(ahead(loop, way) if early else (loop,))

@@ -10,7 +10,7 @@ from trainfuse.codegen import reductions
 from trainfuse.codegen.builder import Builder, Group
 from trainfuse.codegen.choices import Choice, products
 from trainfuse.codegen.ir import Module
-from trainfuse.codegen.schedules import kept, online, passes, split
+from trainfuse.codegen.schedules import kept, online, passes, split, vectors
 from trainfuse.codegen.schedules.common import (
     aligned,
     column_definitions,
@@ -241,10 +241,17 @@ def chunked(group: Group, target: Target, options: CodegenOptions, choice: Choic
     rows = strip_rows(group)
     block = max(1, elements // rows)
     mask = "" if width % block == 0 else "col_mask"
-    row, col, rank = tile_axes(group, rows, (Segment("col", mask, block, "start // 4"),))
+    segment, vector = Segment("col", mask, block, "start // 4"), 1
+    if rows == 1:
+        vector = vectors.elements(group, domain.rows, domain.cols)
+    if vector > 1:
+        segment = vectors.segment(segment, vector)
+    row, col, rank = tile_axes(group, rows, (segment,))
     builder = Builder(group, [row, col], "col")
     constants(builder, [("ROWS", total), ("COLS", width)])
     define_rows(builder, rank)
+    if vector > 1:
+        vectors.begin(builder, vector)
     back = False
     for step in plan:
         step.begin(builder)
@@ -260,4 +267,4 @@ def chunked(group: Group, target: Target, options: CodegenOptions, choice: Choic
             builder.store(node)
     doc = f"A row in chunks: {describe(group, nodes)}."
     launch = kernel(builder, "row_kernel", doc, (divide_up(total, rows), 1, 1), warps)
-    return Module((launch,), in_place=passes.overwritable(group, plan))
+    return Module((launch,), in_place=passes.overwritable(group, plan), whole_vectors=vector > 1)

@@ -1,0 +1,66 @@
+"""Rows that begin anywhere, moved in whole vectors: tiles are laid from an aligned address before.
+
+A row of 50257 halves begins at an odd address: element by element, a warp moves 64 bytes at a time.
+Vectors at a row's ends have elements of its neighbours: those are read with them and masked out,
+and never written. 16 aligned bytes that hold one element of a tensor can be read as a whole, also
+at its end; an input that begins elsewhere is copied first (`Module.whole_vectors`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from trainfuse.codegen.builder import Builder, Group, masks
+from trainfuse.codegen.schedules.common import VECTOR_BYTES, own_axes
+from trainfuse.codegen.tile import Segment, Vectors, value_strides
+
+
+def elements(group: Group, rows: Sequence[int], cols: Sequence[int]) -> int:
+    """Elements of a vector, or 1 where rows can't be moved so, or are moved in vectors as they lie.
+
+    All whole operands lie row by row without gaps, so that their vectors begin at the same lanes;
+    none varies along the columns alone, as its own vectors would begin at others.
+    """
+    domain = group.domain
+    width = domain.extent(cols)
+    owns = {n: own_axes(domain, n) for n in (*group.inputs, *group.outputs) if n in domain.axes}
+    whole = [node for node, own in owns.items() if len(own) == len(domain.sizes)]
+    apart = any(own and own <= frozenset(cols) for own in owns.values())
+    if not whole or apart or domain.indirect or masks(group):
+        return 1
+    dense = 1
+    for axis in reversed((*rows, *cols)):
+        if domain.sizes[axis] > 1 and any(value_strides(domain, n)[axis] != dense for n in whole):
+            return 1
+        dense *= domain.sizes[axis]
+    count = VECTOR_BYTES // min(node.meta["val"].dtype.itemsize for node in whole)
+    return count if width % count and width >= count * count else 1
+
+
+def segment(plain: Segment, count: int) -> Segment:
+    """A block of rows that are moved in vectors of so many elements, of programs of one row."""
+    moved = Vectors(
+        element="row * COLS + col",
+        offset="row_first + place",
+        index="place",
+        before=count - 1,
+        stop="row_stop",
+        load=f"place, row_stop, {count}",
+        store=f"place, lead, row_stop, {count}",
+    )
+    return replace(plain, mask="col_mask", quad=None, vectors=moved)
+
+
+def begin(builder: Builder, count: int) -> None:
+    """Where a program's row begins and ends."""
+    builder.note("row_first", f"row * COLS // {count} * {count}", "aligned, at or before the row")
+    builder.note("lead", "row * COLS - row_first", "elements from there to the row")
+    builder.note("row_stop", "lead + COLS")
+
+
+def place(builder: Builder, text: str) -> None:
+    """A block's indices and mask, from its lanes' places in the vectors."""
+    builder.note("place", text)
+    builder.note("col", "place - lead")
+    builder.note("col_mask", "(col >= 0) & (col < COLS)")
