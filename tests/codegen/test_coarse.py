@@ -41,6 +41,8 @@ CASES: dict[str, tuple[Callable[..., object], torch.dtype, bool]] = {
     "sigmoid": (lambda x: 1 - x.sigmoid(), BF16, True),
     "sigmoid in fp32": (lambda x: x.sigmoid(), FP32, False),
     "silu": (lambda x: torch.nn.functional.silu(x.float()).to(BF16), FP32, True),
+    "of a rounded difference": (lambda x: (x - 2).to(BF16).exp() - 1, FP32, True),
+    "of a rounded number": (lambda x: (x.to(BF16).float().exp() - 1).to(BF16), FP32, False),
     "in fp64": (lambda x: (x.double().exp() * 2).to(BF16), FP32, False),
 }
 

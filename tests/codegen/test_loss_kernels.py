@@ -10,9 +10,17 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
 
+from tests.autodiff.training_graphs import step_graph
 from tests.codegen.loss_kernels import CASES, head_kernels, kernels
+from trainfuse.capture.compat import capture_decompositions
+from trainfuse.codegen.targets import H200
+from trainfuse.fields import Settings
 from trainfuse.fusion.flow import value_bytes
+from trainfuse.pipeline import Facts, run_passes
 
 ROOT = Path(__file__).parent.parent.parent
 GOLDEN = ["cross_entropy_4096", "cross_entropy_32000", "smoothing_50257"]
@@ -103,3 +111,28 @@ def test_no_spills_in_any() -> None:
     assert {use["name"] for use in uses} == set(CASES)
     no_spills([use for use in uses if use["name"] != "cross_entropy_int64"])
     assert all(use["stack"] == 0 for use in uses)
+
+
+def half_loss(logits: Tensor, target: Tensor) -> Tensor:
+    """Log-probabilities in the type of the logits."""
+    return functional.cross_entropy(logits, target)
+
+
+def rounded_loss(logits: Tensor, target: Tensor) -> Tensor:
+    """The program's own cast."""
+    lost = logits.log_softmax(-1, torch.float32).to(torch.bfloat16).float()
+    return functional.nll_loss(lost, target)
+
+
+@pytest.mark.parametrize("loss", [half_loss, rounded_loss])
+def test_what_an_operator_gives_is_not_rounded_in_registers(loss: Callable[..., Tensor]) -> None:
+    """In the pieces of an operator as in operators of one piece; a cast in the program rounds."""
+    shapes = [((64, 32000), torch.bfloat16), ((64,), torch.int64)]
+    graph = step_graph(loss, shapes, [0], capture_decompositions())
+    state = run_passes(graph, Facts(Settings(autotune="off"), H200, "triton", "whole_step"))
+    assert state.fusion is not None
+    (group,) = (group for group in state.fusion.groups if group.domain.kind == "row")
+    source = state.kernels[group.name].source
+    rounds = [line for line in source.splitlines() if ".to(tl.bfloat16).to(tl.float32)" in line]
+    assert bool(rounds) == (loss is rounded_loss)
+    assert "libdevice.exp(" not in source

@@ -7,8 +7,9 @@ from collections.abc import Callable
 import torch
 from torch import fx
 
+from autodiff.ops import lookup
 from trainfuse.codegen.op_text import Args, Unsupported
-from trainfuse.codegen.scalars import TRITON_TYPE, literal, round_to
+from trainfuse.codegen.scalars import HALF, TRITON_TYPE, compute_dtype, literal, round_to
 from trainfuse.fusion.arguments import argument
 from trainfuse.fusion.segment_ops import key_bias
 
@@ -95,7 +96,11 @@ def pow_tensor(args: Args) -> str:
 
 
 def convert(source: str) -> Callable[[Args], str]:
-    """A copy with the result's dtype; half types round here, and only here."""
+    """A copy with the result's dtype; half types round here, and only here.
+
+    Not where it is the end of a formula: what an operator of half types gives stays as wide in
+    registers as its arithmetic, be it written in one node or in several.
+    """
 
     def code(args: Args) -> str:
         value = argument(args.node, source)
@@ -104,9 +109,19 @@ def convert(source: str) -> Callable[[Args], str]:
         device = value.meta["val"].device
         if device != args.node.meta["val"].device:
             raise Unsupported(args.node, "it copies between devices")
-        return round_to(args.read(value), value.meta["val"].dtype, args.node.meta["val"].dtype)
+        given, wanted = value.meta["val"].dtype, args.node.meta["val"].dtype
+        text = args.read(value)
+        wide = compute_dtype(given) == compute_dtype(wanted)
+        return text if wide and ends_formula(args.node) else round_to(text, given, wanted)
 
     return code
+
+
+def ends_formula(cast: fx.Node) -> bool:
+    """Whether a cast to a half type is of a norm, softmax or loss in pieces, not of the program."""
+    origin = cast.meta.get("original_aten")
+    kind = lookup(origin).kind if origin is not None else None
+    return kind in ("norm", "softmax") and cast.meta["val"].dtype in HALF
 
 
 def nan_to_num(args: Args) -> str:

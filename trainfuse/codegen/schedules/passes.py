@@ -145,3 +145,5 @@ def walk(builder: Builder, step: Pass, back: bool, *, early: bool) -> None:
     inside = f"({{0}} >= 0) & ({{0}} < {end})" if back else f"{{0}} < {end}"
     way = Walk(index, first, str(-width if back else width), inside)
     builder.body.extend(ahead(loop, way) if early else (loop,))
+    if vector and step.wide:
+        vectors.store_ends(builder, step.wide, vector.before + 1)

@@ -6,6 +6,8 @@ whole sectors are read.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from trainfuse.codegen import reductions
 from trainfuse.codegen.builder import Builder, Group
 from trainfuse.codegen.choices import Choice, products
@@ -51,6 +53,8 @@ SPILLING = 2 * TILE_REGISTERS
 # Warps that share the addresses of a short row in odd pieces, where programs are few, and elements
 # that a thread keeps at least.
 PIECES_WARPS, PIECE_ELEMENTS = 4, 4
+# A thread of programs in chunks, where two share a multiprocessor: one loads while the other waits.
+SHARED_REGISTERS = 128
 # Rows of a strip, and the fewest: sectors of 32 bytes, of halves too, are read whole.
 STRIP, NARROW_STRIP = 32, 16
 # Warps that run at once on a multiprocessor, of kernels that take 64 registers a thread.
@@ -245,7 +249,7 @@ def chunked(group: Group, target: Target, options: CodegenOptions, choice: Choic
     if rows == 1:
         vector = vectors.elements(group, domain.rows, domain.cols)
     if vector > 1:
-        segment = vectors.segment(segment, vector)
+        segment = vectors.segment(segment, vector, ends=False)
     row, col, rank = tile_axes(group, rows, (segment,))
     builder = Builder(group, [row, col], "col")
     constants(builder, [("ROWS", total), ("COLS", width)])
@@ -267,4 +271,6 @@ def chunked(group: Group, target: Target, options: CodegenOptions, choice: Choic
             builder.store(node)
     doc = f"A row in chunks: {describe(group, nodes)}."
     launch = kernel(builder, "row_kernel", doc, (divide_up(total, rows), 1, 1), warps)
+    if (registers := kept.FILE // (kept.PROGRAMS_PER_SM * 32 * warps)) >= SHARED_REGISTERS:
+        launch = replace(launch, max_registers=min(registers, 255))
     return Module((launch,), in_place=passes.overwritable(group, plan), whole_vectors=vector > 1)

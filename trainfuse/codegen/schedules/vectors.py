@@ -11,7 +11,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from torch import fx
+
 from trainfuse.codegen.builder import Builder, Group, masks
+from trainfuse.codegen.ir import Barrier
 from trainfuse.codegen.schedules.common import VECTOR_BYTES, own_axes
 from trainfuse.codegen.tile import Segment, Vectors, value_strides
 
@@ -38,8 +41,11 @@ def elements(group: Group, rows: Sequence[int], cols: Sequence[int]) -> int:
     return count if width % count and width >= count * count else 1
 
 
-def segment(plain: Segment, count: int) -> Segment:
-    """A block of rows that are moved in vectors of so many elements, of programs of one row."""
+def segment(plain: Segment, count: int, *, ends: bool) -> Segment:
+    """A block of rows that are moved in vectors of so many elements, of programs of one row.
+
+    ends: whether each block looks for a row's ends; else `store_ends` writes them.
+    """
     moved = Vectors(
         element="row * COLS + col",
         offset="row_first + place",
@@ -47,7 +53,7 @@ def segment(plain: Segment, count: int) -> Segment:
         before=count - 1,
         stop="row_stop",
         load=f"place, row_stop, {count}",
-        store=f"place, lead, row_stop, {count}",
+        store=f"place, lead, row_stop, {count}, {ends}",
     )
     return replace(plain, mask="col_mask", quad=None, vectors=moved)
 
@@ -64,3 +70,33 @@ def place(builder: Builder, text: str) -> None:
     builder.note("place", text)
     builder.note("col", "place - lead")
     builder.note("col_mask", "(col >= 0) & (col < COLS)")
+
+
+def store_ends(builder: Builder, nodes: Sequence[fx.Node], count: int) -> None:
+    """Values once more where a row shares vectors with others, and nowhere else, to be written.
+
+    nodes: outputs of the whole row. Blocks of a loop would compare every element with both ends.
+    """
+    name, whole = f"{builder.name_of(nodes[0])}_end", builder.tile["col"]
+    lane = f"tl.arange(0, {2 * count})"
+    head = f"{lane} < {_up('lead', count)} - lead"
+    tail = f"row_stop // {count} * {count} - lead + {lane} - {count}"
+    builder.note(name, f"tl.where({lane} < {count}, {lane}, {tail})", "before and after vectors")
+    builder.note(f"{name}_mask", f"({lane} >= {count}) & ({name} < COLS) | ({head})")
+    at = Segment(name, f"{name}_mask", 2 * count)
+    builder.tile["col"] = replace(whole, segments=(at,))
+    builder.suffix = f"_{name}"
+    builder.push("col")
+    for node in nodes:
+        builder.value(node)
+    # threads are more than elements: several read each
+    builder.body.append(Barrier("every thread has its elements: they may be written over"))
+    for node in nodes:
+        builder.store(node)
+    body = builder.pop()
+    builder.body.extend(body)
+    builder.tile["col"], builder.suffix = whole, ""
+
+
+def _up(text: str, count: int) -> str:
+    return f"({text} + {count - 1}) // {count} * {count}"

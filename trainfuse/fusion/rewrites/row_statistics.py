@@ -172,6 +172,7 @@ def _copy_into_backward(edit: GraphEdit, flow: Flow, value: fx.Node, again: _Aga
                 kwargs,
                 fact=replace(fact, where=edit.facts[node].where),
                 value=node.meta["val"],
+                origin=node,
             )
     for user in late:
         user.args = fx.map_arg(user.args, lambda n: copies[n] if n in reached else n)
