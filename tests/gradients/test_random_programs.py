@@ -95,8 +95,8 @@ os.environ["TRITON_INTERPRET"] = "1"
 from trainfuse.codegen import lower as lowering
 print_module = lowering.print_module
 
-def print_wrong(module):
-    text = print_module(module)
+def print_wrong(module, target):
+    text = print_module(module, target)
     if "tanh" not in text:
         return text
     return re.sub(r"tl\\.store\\((out\\d+[^,]*), (\\w+)", r"tl.store(\\1, \\2 * 1.001", text)

@@ -19,7 +19,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from trainfuse.codegen.compiling import assertions, compiler_options
+from trainfuse.codegen.compiling import assertions, compiler_options, early_start
 from trainfuse.codegen.cubin import resources
 from trainfuse.codegen.ir import PREFIX, GroupKernel
 from trainfuse.codegen.targets import Target
@@ -85,6 +85,7 @@ def compile_only(
             target=GPUTarget("cuda", target.capability, 32),
             options={
                 **compiler_options(launch.num_warps, launch.max_registers),
+                **early_start(kernel.source, launch.function),
                 **assertions(kernel.source),
             },
         )

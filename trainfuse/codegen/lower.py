@@ -86,12 +86,12 @@ def lower(
     except Unsupported as refusal:
         node = refusal.node
         return Refusal("codegen", refusal.reason, f"{node.name}: {node.target}")
-    return assemble(group.name, module)
+    return assemble(group.name, module, target)
 
 
-def assemble(name: str, module: Module) -> GroupKernel:
+def assemble(name: str, module: Module, target: Target) -> GroupKernel:
     """Text, launches and key of a module of kernels."""
-    source = print_module(module)
+    source = print_module(module, target)
     launches = tuple(
         Launch(kernel.name, kernel.grid, kernel.args, kernel.num_warps, kernel.max_registers)
         for kernel in module.kernels

@@ -31,6 +31,11 @@ class Target:
         """90 for "sm_90"; 0 for the interpreter."""
         return 0 if self.interpreted else int(self.arch.removeprefix("sm_").rstrip("a"))
 
+    @property
+    def starts_early(self) -> bool:
+        """Whether a kernel can start before what the one before it wrote is in memory."""
+        return self.capability >= 90
+
 
 H200 = Target("sm_90", 132)
 A100 = Target("sm_80", 108, l2_bytes=40 << 20)

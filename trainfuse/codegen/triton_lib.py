@@ -7,9 +7,25 @@ import triton.language as tl
 
 if triton.knobs.runtime.interpret:
     from trainfuse.codegen import interpreted as libdevice
-    from trainfuse.codegen.interpreted import product, reduce_max, reduce_min, reduce_sum, widen
+    from trainfuse.codegen.interpreted import (
+        product,
+        reduce_max,
+        reduce_min,
+        reduce_sum,
+        wait_for_previous,
+        widen,
+    )
 else:
     from triton.language.extra import libdevice
+    from triton.language.extra.cuda import gdc_wait
+
+    @triton.jit
+    def wait_for_previous():
+        """Wait until everything before this kernel in its stream is done, and to be seen here.
+
+        First of all: a kernel launched to start early has nothing else that orders it.
+        """
+        gdc_wait()
 
     @triton.jit
     def reduce_max(x, axis: tl.constexpr, keep_dims: tl.constexpr):
@@ -55,7 +71,15 @@ else:
         )
 
 
-__all__ = ["libdevice", "product", "reduce_max", "reduce_min", "reduce_sum", "widen"]
+__all__ = [
+    "libdevice",
+    "product",
+    "reduce_max",
+    "reduce_min",
+    "reduce_sum",
+    "wait_for_previous",
+    "widen",
+]
 
 
 @triton.jit

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
+from trainfuse.codegen.compiling import WAIT
 from trainfuse.codegen.ir import (
     Barrier,
     Check,
@@ -20,6 +21,7 @@ from trainfuse.codegen.ir import (
     Store,
     arg_name,
 )
+from trainfuse.codegen.targets import Target
 
 HEADER = """\
 import triton
@@ -31,16 +33,23 @@ from trainfuse.codegen.triton_lib import libdevice  # noqa: F401
 NOTE_COLUMN = 72
 
 
-def print_module(module: Module) -> str:
+def print_module(module: Module, target: Target) -> str:
     """Text of a complete, importable module: one @triton.jit function a launch."""
-    parts = [HEADER, *("\n".join(_kernel(kernel)) + "\n" for kernel in module.kernels)]
+    parts = [HEADER, *("\n".join(_kernel(kernel, target)) + "\n" for kernel in module.kernels)]
     return "\n\n".join(parts)
 
 
-def _kernel(kernel: Kernel) -> Iterator[str]:
+def opening(name: str, parameters: Iterable[str], doc: str, target: Target) -> Iterator[str]:
+    """How the text of every kernel begins: it waits before it touches memory."""
     yield "@triton.jit"
-    yield f"def {kernel.name}({', '.join(arg_name(arg) for arg in kernel.args)}):"
-    yield f'    """{kernel.doc}"""'
+    yield f"def {name}({', '.join(parameters)}):"
+    yield f'    """{doc}"""'
+    if target.starts_early:
+        yield f"    {WAIT}"
+
+
+def _kernel(kernel: Kernel, target: Target) -> Iterator[str]:
+    yield from opening(kernel.name, map(arg_name, kernel.args), kernel.doc, target)
     yield from _statements(kernel.body, "    ")
 
 

@@ -40,10 +40,11 @@ def compile_kernel(job: dict[str, Any]) -> None:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from trainfuse.codegen.compiling import assertions, compiler_options
+    from trainfuse.codegen.compiling import assertions, compiler_options, early_start
     from trainfuse.codegen.cubin import resources
 
     path = Path(job["source"])
+    text = path.read_text()
     function = getattr(load_source(path), job["function"])
     signature = dict(zip(function.arg_names, job["types"], strict=True))
     pointers = [i for i, kind in enumerate(job["types"]) if kind.startswith("*")]
@@ -54,7 +55,8 @@ def compile_kernel(job: dict[str, Any]) -> None:
         options={
             **compiler_options(job["num_warps"], job["max_registers"]),
             "enable_fp_fusion": job["fma"],
-            **assertions(path.read_text()),
+            **early_start(text, job["function"]),
+            **assertions(text),
         },
     )
     metadata = next(Path(p) for name, p in compiled.metadata_group.items() if name[-5:] == ".json")

@@ -17,6 +17,7 @@ from trainfuse.codegen.schedules.foreach_tables import (
     chunk_for,
     walk_together,
 )
+from trainfuse.codegen.targets import Target
 from trainfuse.log import get_logger
 from trainfuse.runtime.cache import Variant
 from trainfuse.runtime.fallback import Failure, Stage
@@ -169,7 +170,7 @@ class BucketCall:
         if reason is not None:
             _log.info("%s runs as ATen: %s", self.name, reason)
             return
-        kernel = options.boundary.attempt(lambda: self._kernel(entries), "lowering")
+        kernel = options.boundary.attempt(lambda: self._kernel(entries, options.arch), "lowering")
         if isinstance(kernel, Refusal):
             _log.info("%s runs as ATen: %s (%s)", self.name, kernel.reason, kernel.node)
         elif isinstance(kernel, str):
@@ -181,7 +182,7 @@ class BucketCall:
             else:
                 self._launcher = made
 
-    def _kernel(self, entries: list[Entry]) -> ForeachKernel | Refusal:
+    def _kernel(self, entries: list[Entry], arch: str) -> ForeachKernel | Refusal:
         device = entries[0]["param"].device
         sms = 1
         if device.type == "cuda":
@@ -194,6 +195,7 @@ class BucketCall:
             dtypes={role: tensor.dtype for role, tensor in entries[0].items()},
             chunk=chunk_for(sum(entry["param"].numel() for entry in entries), sms),
             aligned=all_aligned(entries),
+            target=Target(arch, sms),
         )
 
     def _launcher_for(self, kernel: ForeachKernel, entries: Sequence[Entry]) -> ForeachLauncher:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, fx
 
 from autodiff.reference import widened_call
-from trainfuse.codegen.compiling import compiler_options
+from trainfuse.codegen.compiling import compiler_options, early_start
 from trainfuse.runtime.emit import RESERVED, Expressions, Namer, device_text
 from trainfuse.runtime.layout import copy_to
 from trainfuse.versions import installed
@@ -208,10 +208,17 @@ def launch_text(kernel: GroupKernel) -> str:
     lines.append("    ]")
     for launch in kernel.launches:
         arguments = ", ".join(f"{kind}s[{i}]" for kind, i in launch.args)
-        given = compiler_options(launch.num_warps, launch.max_registers)
-        options = ", ".join(f"{name}={value}" for name, value in given.items())
+        options = options_text(
+            kernel.source, launch.function, launch.num_warps, launch.max_registers
+        )
         lines.append(f"    {launch.function}[{tuple(launch.grid)}]({arguments}, {options})")
     return "\n".join([*lines, ""])
+
+
+def options_text(source: str, function: str, num_warps: int, max_registers: int | None) -> str:
+    """Keywords of a launch: what the function was compiled with."""
+    given = {**compiler_options(num_warps, max_registers), **early_start(source, function)}
+    return ", ".join(f"{name}={value}" for name, value in given.items())
 
 
 def aten_text(

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from autodiff import ops
 from trainfuse.runtime.emit import device_text
-from trainfuse.runtime.repro import aten_text, head, kernel_text, launch_text, write
+from trainfuse.runtime.repro import aten_text, head, kernel_text, launch_text, options_text, write
 from trainfuse.runtime.room import device_of
 
 if TYPE_CHECKING:
@@ -30,9 +30,9 @@ def run(entries):
     moving = pointer_table(entries, {volatile}, counted=False).to(DEVICE)
     chunks = chunk_table([e["param"].numel() for e in entries], {chunk}).to(DEVICE)
     shared = [entries[0][role] for role in {shared}]
-    update[(len(chunks),)](static, moving, chunks, *shared, num_warps={warps}, num_stages=2)
+    update[(len(chunks),)](static, moving, chunks, *shared, {options})
     if {advances}:
-        advance[(len(entries),)](static, *shared, num_warps={warps}, num_stages=2)
+        advance[(len(entries),)](static, *shared, {options})
     return [e[role] for e in entries for role in WRITTEN]
 
 
@@ -111,7 +111,7 @@ def write_update_repro(
             volatile=kernel.volatile_roles,
             shared=kernel.shared_roles,
             chunk=kernel.chunk,
-            warps=kernel.num_warps,
+            options=options_text(kernel.source, "update", kernel.num_warps, None),
             advances=kernel.advances,
         )
     )

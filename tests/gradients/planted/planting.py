@@ -65,8 +65,8 @@ def text(
             finally:
                 now.pop()
 
-        def print_wrong(module: Any) -> str:
-            right = wrong = print_module(module)
+        def print_wrong(module: Any, target: Any) -> str:
+            right = wrong = print_module(module, target)
             if now[-1:] != [phase]:
                 return right
             for pattern, replacement in rewrites:

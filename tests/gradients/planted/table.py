@@ -101,13 +101,13 @@ def _grid(monkeypatch: Any, hits: Hits) -> None:
 
     assemble = lowering.assemble
 
-    def short(name: str, module: Any) -> Any:
+    def short(name: str, module: Any, target: Any) -> Any:
         kernels = [
             replace(k, grid=(k.grid[0] - 1, *k.grid[1:])) if k.grid[0] > 1 else k
             for k in module.kernels
         ]
         hits.extend(k.name for k in module.kernels if k.grid[0] > 1)
-        return assemble(name, replace(module, kernels=tuple(kernels)))
+        return assemble(name, replace(module, kernels=tuple(kernels)), target)
 
     monkeypatch.setattr(launch.GroupLauncher, "__call__", fewer)
     monkeypatch.setattr(lowering, "assemble", short)

@@ -29,8 +29,9 @@ from autodiff.ops import lookup
 from trainfuse.codegen.lower import library_text
 from trainfuse.codegen.scalars import TRITON_TYPE, compute_dtype
 from trainfuse.codegen.schedules.foreach_tables import ALIGNMENT_BYTES, BLOCK, CHUNK_SIZES
+from trainfuse.codegen.targets import SIMULATED, Target
 from trainfuse.codegen.triton_ops import Unsupported, expression
-from trainfuse.codegen.triton_printer import HEADER
+from trainfuse.codegen.triton_printer import HEADER, opening
 
 NUM_WARPS = 4
 
@@ -80,6 +81,7 @@ def lower_foreach(
     dtypes: Mapping[str, torch.dtype] | None = None,
     chunk: int = CHUNK_SIZES[0],
     aligned: bool = True,
+    target: Target = SIMULATED,
 ) -> ForeachKernel | Refusal:
     """Generate the kernel that applies `template` to a list of tensors.
 
@@ -102,7 +104,9 @@ def lower_foreach(
     per_tensor = [role for role in roles if role not in shared]
     static = tuple(role for role in per_tensor if role not in volatile)
     moving = tuple(role for role in per_tensor if role in volatile)
-    layout = _Layout(sorted_template, storage, static, moving, tuple(shared), chunk, aligned)
+    layout = _Layout(
+        sorted_template, storage, static, moving, tuple(shared), chunk, aligned, target
+    )
     source = layout.render(bodies)
     flat = [role for role in per_tensor if _value(sorted_template.inputs[role]).dim() > 0]
     traffic = sum(storage[role].itemsize for role in flat)
@@ -206,6 +210,7 @@ class _Layout:
     shared: tuple[str, ...]
     chunk: int
     aligned: bool
+    target: Target
 
     @property
     def flat(self) -> list[str]:
@@ -323,8 +328,9 @@ class _Layout:
             "if tail < stop:",
             f"    update_block({call.format(start='tail')}, False)",
         ]
-        arguments = ", ".join(["static", "volatile", "chunks", *shared])
-        return ["@triton.jit", f"def update({arguments}):", *_indent(lines, 1)]
+        parameters = ["static", "volatile", "chunks", *shared]
+        doc = "One chunk of one tensor."
+        return [*opening("update", parameters, doc, self.target), *_indent(lines, 1)]
 
     def _advance(self, bodies: _Bodies) -> list[str]:
         """The launch that writes the new 0-d values, from the 0-d part alone."""
@@ -346,8 +352,8 @@ class _Layout:
             *statements,
             *stores,
         ]
-        arguments = ", ".join(["static", *shared])
-        return ["@triton.jit", f"def advance({arguments}):", *_indent(lines, 1)]
+        doc = "The new 0-d values of one tensor."
+        return [*opening("advance", ["static", *shared], doc, self.target), *_indent(lines, 1)]
 
 
 def _indent(lines: Sequence[str], levels: int) -> list[str]:
