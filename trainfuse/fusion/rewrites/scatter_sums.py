@@ -35,11 +35,8 @@ aten, own = torch.ops.aten, torch.ops.trainfuse
 MIN_INDICES = 256
 MIN_ELEMENTS = 1 << 14
 """Fewer are launches, whoever makes them, and ATen makes fewer of them."""
-GPU_ELEMENTS = 1 << 16
-"""The same where launches cost time: ATen's embedding gradient of 256 rows of 64 takes 8 us, which
-five launches take, too; of 2048 rows of 768 it takes 105."""
 GPU_ATOMIC_ELEMENTS = 1 << 22
-"""Where ATen adds with atomics, which are slow only in large numbers: 4096 rows of 1024, 40 us each
+"""Where launches cost time and ATen adds with atomics, slow only in large numbers: 4096 rows of 1024, 40 us each
 way. Rows of an odd width are 69 to 48."""
 MIN_WIDTH = 16
 """Narrower rows are mostly keys: sorting those costs more than atomics on the elements."""
@@ -199,7 +196,7 @@ def _worthwhile(node: fx.Node, scatter: Scatter, launches_cost: bool) -> str | N
     if source.numel() < max(MIN_ELEMENTS, MIN_INDICES * width):
         return "it adds too few rows for a sort to pay"
     atomic = node.target in (aten.index_add.default, aten.scatter_add.default)
-    if launches_cost and source.numel() < (GPU_ATOMIC_ELEMENTS if atomic else GPU_ELEMENTS):
+    if launches_cost and atomic and source.numel() < GPU_ATOMIC_ELEMENTS:
         return "it adds too few elements for a sort's launches to pay"
     if launches_cost and atomic and width * source.dtype.itemsize % 16:
         return "its rows' width allows no vectors, and ATen's atomics need none"
