@@ -36,8 +36,8 @@ MIN_INDICES = 256
 MIN_ELEMENTS = 1 << 14
 """Fewer are launches, whoever makes them, and ATen makes fewer of them."""
 GPU_ATOMIC_ELEMENTS = 1 << 22
-"""Where launches cost time and ATen adds with atomics, slow only in large numbers: 4096 rows of 1024,
-40 us each way. Rows of an odd width are 69 to 48."""
+"""Where launches cost time and ATen adds with atomics, slow only in large numbers: 4096 rows of
+1024, 40 us each way. Rows of an odd width are 69 to 48."""
 MIN_WIDTH = 16
 """Narrower rows are mostly keys: sorting those costs more than atomics on the elements."""
 
