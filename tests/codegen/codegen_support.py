@@ -93,7 +93,12 @@ def launch(kernel: GroupKernel, inputs: Tensors, outputs: Tensors) -> None:
     """Run a group's launches through triton's ordinary call."""
     module = load_module(kernel.source)
     device = outputs[0].device
-    spaces = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in kernel.workspaces]
+    spaces = [
+        (torch.zeros if space.zeroed else torch.empty)(
+            space.shape, dtype=space.dtype, device=device
+        )
+        for space in kernel.workspaces
+    ]
     pools = {"input": inputs, "output": outputs, "workspace": spaces}
     for step in kernel.launches:
         arguments = [pools[kind][index] for kind, index in step.args]
