@@ -93,12 +93,7 @@ def launch(kernel: GroupKernel, inputs: Tensors, outputs: Tensors) -> None:
     """Run a group's launches through triton's ordinary call."""
     module = load_module(kernel.source)
     device = outputs[0].device
-    spaces = [
-        (torch.zeros if space.zeroed else torch.empty)(
-            space.shape, dtype=space.dtype, device=device
-        )
-        for space in kernel.workspaces
-    ]
+    spaces = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in kernel.workspaces]
     pools = {"input": inputs, "output": outputs, "workspace": spaces}
     for step in kernel.launches:
         arguments = [pools[kind][index] for kind, index in step.args]

@@ -67,7 +67,7 @@ def compile_only(
     worst spillers report few registers.
     """
     module = _imported(kernel.source)
-    spaces = [space.dtype for space in kernel.workspaces]
+    spaces = [dtype for _, dtype in kernel.workspaces]
     pools = {"input": list(inputs), "output": list(outputs), "workspace": spaces}
     found: list[Usage] = []
     for launch in kernel.launches:

@@ -14,7 +14,6 @@ class Choice:
     chunk, or elements a program. per_sm: programs a multiprocessor, where programs persist. held:
     whether a row stays in registers; with a block, as it is read.
     ahead: whether a loop loads the rows of its next step before it computes this one's.
-    phased: whether passes over rows in parts are phases of one launch.
     """
 
     warps: int | None = None
@@ -23,7 +22,6 @@ class Choice:
     per_sm: int | None = None
     held: bool | None = None
     ahead: bool | None = None
-    phased: bool | None = None
 
     def __str__(self) -> str:
         knobs = ((name, getattr(self, name)) for name in self.__slots__)

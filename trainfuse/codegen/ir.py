@@ -125,92 +125,12 @@ class Check:
     message: str
 
 
-@dataclass(frozen=True, slots=True)
-class Take:
-    """name = the next number of a counter, from 0: who has one runs, as all who have lower ones."""
-
-    name: str
-    arg: ArgRef
-    note: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class Signal:
-    """Adds 1 to arg[offset], after all that the program has written."""
-
-    arg: ArgRef
-    offset: str
-    note: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class Wait:
-    """Stands until arg[offset] is `count`: reads from here on see what came before the signals."""
-
-    arg: ArgRef
-    offset: str
-    count: int
-    note: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class While:
-    """while condition, on a scalar that the body defines anew."""
-
-    condition: str
-    body: tuple[Statement, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Branch:
-    """if condition, of scalars; what the body defines is not known after it."""
-
-    condition: str
-    body: tuple[Statement, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Call:
-    """A function of the kernel with its arguments, then numbers."""
-
-    function: Function
-    numbers: tuple[str, ...]
-
-
-Statement = (
-    Constant
-    | Check
-    | Define
-    | Load
-    | Map
-    | Reduce
-    | Random
-    | Store
-    | Barrier
-    | Loop
-    | Take
-    | Signal
-    | Wait
-    | While
-    | Branch
-    | Call
-)
-
-
-@dataclass(frozen=True, slots=True)
-class Function:
-    """A @triton.jit function that a kernel calls, with arguments of the kernel and numbers."""
-
-    name: str
-    doc: str
-    args: tuple[ArgRef, ...]
-    numbers: tuple[str, ...]
-    body: tuple[Statement, ...]
+Statement = Constant | Check | Define | Load | Map | Reduce | Random | Store | Barrier | Loop
 
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    """One @triton.jit function, what it calls, and how it is launched.
+    """One @triton.jit function and how it is launched.
 
     max_registers: that a thread may take, where what a program leaves to others matters.
     """
@@ -222,19 +142,14 @@ class Kernel:
     grid: tuple[int, int, int]
     num_warps: int
     max_registers: int | None = None
-    functions: tuple[Function, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Workspace:
-    """A scratch tensor that the launches of a group share; contents don't outlive them.
-
-    zeroed: whether it holds zeros when the first of them starts.
-    """
+    """A scratch tensor that the launches of a group share; contents don't outlive them."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
-    zeroed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -269,13 +184,14 @@ class GroupKernel:
 
     key: sha256 of the source and the launch facts; equal groups share it.
     source: a complete Python module with one @triton.jit function a launch.
-    workspaces: the scratch tensors, in ArgRef order. in_place, whole_vectors: as in Module.
+    workspaces: (shape, dtype) of the scratch tensors, in ArgRef order. in_place,
+    whole_vectors: as in Module.
     """
 
     key: str
     name: str
     source: str
     launches: tuple[Launch, ...]
-    workspaces: tuple[Workspace, ...] = ()
+    workspaces: tuple[tuple[tuple[int, ...], torch.dtype], ...] = ()
     in_place: frozenset[tuple[int, int]] = frozenset()
     whole_vectors: bool = False

@@ -96,10 +96,11 @@ def assemble(name: str, module: Module, target: Target) -> GroupKernel:
         Launch(kernel.name, kernel.grid, kernel.args, kernel.num_warps, kernel.max_registers)
         for kernel in module.kernels
     )
-    facts = repr((source, launches, module.workspaces, library_text()))
+    workspaces = tuple((space.shape, space.dtype) for space in module.workspaces)
+    facts = repr((source, launches, workspaces, library_text()))
     key = hashlib.sha256(facts.encode()).hexdigest()
     return GroupKernel(
-        key, name, source, launches, module.workspaces, module.in_place, module.whole_vectors
+        key, name, source, launches, workspaces, module.in_place, module.whole_vectors
     )
 
 

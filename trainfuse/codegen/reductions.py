@@ -244,26 +244,6 @@ def held_moments(
     put_moments(builder, red, mean, m2, deps)
 
 
-def held_states(builder: Builder, red: Reduction, axis: str, deps: frozenset[str]) -> list[str]:
-    """States of the part of a value that is held along `axis`; deps: of the tile."""
-    value, (text,) = operand(builder, red, axis)
-    position, shape = builder.tile[axis].position, shape_text(builder, 0, deps)
-    assert position is not None
-    if value.deps != deps:
-        text = f"tl.broadcast_to({text}, {shape})"
-    text = guarded(builder, (axis,), 0, text, red.identity)
-    names = [f"{builder.name_of(red.node)}_{state}" for state in red.states]
-    if red.moments:
-        kind, ones = TRITON_TYPE[red.dtype], shape_text(builder, 0, frozenset({axis}))
-        mask = builder.segment(axis, 0).mask
-        count = f"({mask}).to({kind})" if mask else f"tl.full({ones}, 1.0, {kind})"
-        text = f"lib.merge_moments({count}, {text}, 0.0, {position}, {builder.rank > 1})"
-    else:
-        text = lanes(builder, red, text, position)
-    builder.body.append(Reduce(", ".join(names), text, f"{op_name(red.node.target)} of the part"))
-    return names
-
-
 def put_moments(builder: Builder, red: Reduction, mean: str, m2: str, deps: frozenset[str]) -> None:
     """The node's values from a mean and a sum of squared deviations."""
     base = builder.name_of(red.node)

@@ -324,14 +324,6 @@ def online_softmax_lanes(top, total, x, COARSE: tl.constexpr):
 
 
 @triton.jit
-def part_softmax(x, COARSE: tl.constexpr, keep_dims: tl.constexpr = False):
-    """(maximum, sum of exp(x - maximum)) of a tile's columns; an empty one has -inf and 0."""
-    peak = reduce_max(x, 0, keep_dims)
-    shift = tl.where(peak == float("-inf"), 0.0, peak)
-    return peak, reduce_sum(_exp(x - shift, COARSE), 0, keep_dims)
-
-
-@triton.jit
 def join_softmax(top, total, keep_dims: tl.constexpr = False):
     """(maximum, sum) of lanes or parts in one, some or all of them empty."""
     peak = reduce_max(top, 0, keep_dims)
@@ -359,26 +351,3 @@ def store_row(pointers, x, place, start, stop, count: tl.constexpr, ENDS: tl.con
         vector = place & -count  # equal for the lanes of a vector: compared once for all of them
         partial = (vector < start) | (vector + count > stop)
         tl.store(pointers, x, mask=partial & (place >= start) & (place < stop))
-
-
-@triton.jit
-def take(counter):
-    """The next number of a counter, from 0."""
-    return tl.atomic_add(counter, 1, sem="relaxed")
-
-
-@triton.jit
-def signal(counter):
-    """Add 1 to a counter: whoever waits for it sees what this program's warps have written."""
-    tl.debug_barrier()
-    tl.atomic_add(counter, 1, sem="release")
-
-
-@triton.jit
-def wait(counter, count):
-    """Stand until a counter is `count`: what was written before its signals is read from here on.
-
-    Adding 0 is a read that no cache answers; its result passes a barrier to all warps.
-    """
-    while tl.atomic_add(counter, 0, sem="acquire") < count:
-        pass

@@ -7,12 +7,9 @@ from collections.abc import Iterable, Iterator
 from trainfuse.codegen.compiling import WAIT
 from trainfuse.codegen.ir import (
     Barrier,
-    Branch,
-    Call,
     Check,
     Constant,
     Define,
-    Function,
     Kernel,
     Load,
     Loop,
@@ -20,12 +17,8 @@ from trainfuse.codegen.ir import (
     Module,
     Random,
     Reduce,
-    Signal,
     Statement,
     Store,
-    Take,
-    Wait,
-    While,
     arg_name,
 )
 from trainfuse.codegen.targets import Target
@@ -41,34 +34,23 @@ NOTE_COLUMN = 72
 
 
 def print_module(module: Module, target: Target) -> str:
-    """Text of a complete, importable module: a @triton.jit function a launch, and what it calls."""
-    called = [_function(function) for kernel in module.kernels for function in kernel.functions]
-    kernels = [_kernel(kernel, target) for kernel in module.kernels]
-    return "\n\n".join([HEADER, *("\n".join(text) + "\n" for text in (*called, *kernels))])
+    """Text of a complete, importable module: one @triton.jit function a launch."""
+    parts = [HEADER, *("\n".join(_kernel(kernel, target)) + "\n" for kernel in module.kernels)]
+    return "\n\n".join(parts)
 
 
 def opening(name: str, parameters: Iterable[str], doc: str, target: Target) -> Iterator[str]:
     """How the text of every kernel begins: it waits before it touches memory."""
-    yield from _head(name, parameters, doc)
-    if target.starts_early:
-        yield f"    {WAIT}"
-
-
-def _head(name: str, parameters: Iterable[str], doc: str) -> Iterator[str]:
     yield "@triton.jit"
     yield f"def {name}({', '.join(parameters)}):"
     yield f'    """{doc}"""'
+    if target.starts_early:
+        yield f"    {WAIT}"
 
 
 def _kernel(kernel: Kernel, target: Target) -> Iterator[str]:
     yield from opening(kernel.name, map(arg_name, kernel.args), kernel.doc, target)
     yield from _statements(kernel.body, "    ")
-
-
-def _function(function: Function) -> Iterator[str]:
-    parameters = [*map(arg_name, function.args), *function.numbers]
-    yield from _head(function.name, parameters, function.doc)
-    yield from _statements(function.body, "    ")
 
 
 def _statements(body: Iterable[Statement], indent: str) -> Iterator[str]:
@@ -78,10 +60,6 @@ def _statements(body: Iterable[Statement], indent: str) -> Iterator[str]:
                 yield f"{indent}{name}: tl.constexpr = {value}"
             case Loop():
                 yield from _loop(statement, indent)
-            case While(condition, inside) | Branch(condition, inside):
-                keyword = "while" if isinstance(statement, While) else "if"
-                yield f"{indent}{keyword} {condition}:"
-                yield from _statements(inside, indent + "    ")
             case _:
                 yield _simple(statement, indent)
 
@@ -115,15 +93,6 @@ def _simple(statement: Statement, indent: str) -> str:
             text = f"{name} = {expr}"
         case Barrier(note):
             text = "tl.debug_barrier()"
-        case Take(name, arg, note):
-            text = f"{name} = lib.take({arg_name(arg)})"
-        case Signal(arg, offset, note):
-            text = f"lib.signal({_pointer(arg_name(arg), offset)})"
-        case Wait(arg, offset, count, note):
-            text = f"lib.wait({_pointer(arg_name(arg), offset)}, {count})"
-        case Call(function, numbers):
-            given = ", ".join([*map(arg_name, function.args), *numbers])
-            text, note = f"{function.name}({given})", ""
         case _:
             raise AssertionError(statement)
     line = indent + text

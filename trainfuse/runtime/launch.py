@@ -124,15 +124,11 @@ class GroupLauncher:
         fma: bool = True,
     ) -> None:
         values = [n.meta["val"] for n in (*group.inputs, *group.outputs)]
-        workspaces = kernel.workspaces
-        dtypes = [v.dtype for v in (*values, *workspaces)]
+        dtypes = [v.dtype for v in values] + [dtype for _, dtype in kernel.workspaces]
         base = {"input": 0, "output": len(group.inputs), "workspace": len(values)}
         folder = cache.entry(kernel.key, kernel.source, arch)
         self._device = values[-1].device
-        self._workspaces = [
-            (torch.zeros if space.zeroed else torch.empty, space.shape, space.dtype)
-            for space in workspaces
-        ]
+        self._workspaces = kernel.workspaces
         self._whole_vectors = kernel.whole_vectors
         self._launches = []
         for launch in kernel.launches:
@@ -165,7 +161,8 @@ class GroupLauncher:
         if self._whole_vectors:
             inputs = [_aligned(t) for t in inputs]
         scratch = [
-            make(shape, dtype=dtype, device=self._device) for make, shape, dtype in self._workspaces
+            torch.empty(shape, dtype=dtype, device=self._device)
+            for shape, dtype in self._workspaces
         ]
         tensors = [*inputs, *out, *scratch]
         for function, order in self._launches:

@@ -203,9 +203,8 @@ def run_text(group: FusionGroup, shared: Mapping[int, int]) -> str:
 def launch_text(kernel: GroupKernel) -> str:
     """`def run(inputs, outputs)`: our launches."""
     lines = ["", "", "def run(inputs, outputs):", "    workspaces = ["]
-    for space in kernel.workspaces:
-        make = "torch.zeros" if space.zeroed else "torch.empty"
-        lines.append(f"        {make}({space.shape}, dtype={space.dtype}, device=DEVICE),")
+    for shape, dtype in kernel.workspaces:
+        lines.append(f"        torch.empty({tuple(shape)}, dtype={dtype}, device=DEVICE),")
     lines.append("    ]")
     for launch in kernel.launches:
         arguments = ", ".join(f"{kind}s[{i}]" for kind, i in launch.args)

@@ -11,7 +11,7 @@ from torch import fx
 from autodiff.ops import lookup, op_name
 from autodiff.philox import BLOCK
 from trainfuse.codegen.builder import Builder, Group, masks, wide
-from trainfuse.codegen.ir import ArgRef, Constant, Kernel
+from trainfuse.codegen.ir import Constant, Kernel
 from trainfuse.codegen.tile import (
     Segment,
     TileAxis,
@@ -314,18 +314,13 @@ def describe(group: Group, nodes: Sequence[fx.Node]) -> str:
     return text if len(text) <= 80 else text[:77] + "..."
 
 
-def in_order(args: Iterable[ArgRef]) -> tuple[ArgRef, ...]:
-    """Arguments as kernels take them: inputs, outputs, workspaces."""
-    order = {"input": 0, "output": 1, "workspace": 2}
-    return tuple(sorted(args, key=lambda arg: (order[arg[0]], arg[1])))
-
-
 def kernel(
     builder: Builder, name: str, doc: str, grid: tuple[int, int, int], num_warps: int
 ) -> Kernel:
     """The finished kernel."""
     assert len(builder.scopes) == 1
-    args = in_order(builder.args)
+    order = {"input": 0, "output": 1, "workspace": 2}
+    args = tuple(sorted(builder.args, key=lambda arg: (order[arg[0]], arg[1])))
     words = set(re.findall(r"\w+", repr([s for s in builder.body if not isinstance(s, Constant)])))
     body = tuple(s for s in builder.body if not isinstance(s, Constant) or s.name in words)
     return Kernel(name, doc, args, body, grid, num_warps)

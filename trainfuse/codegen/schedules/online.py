@@ -69,7 +69,8 @@ def start(builder: Builder, pair: Pair, *, lanes: bool = False) -> None:
 def accumulate(builder: Builder, pair: Pair, *, lanes: bool = False) -> None:
     """One chunk: one exponential an element. lanes: each has a maximum of its own."""
     top, total = (builder.name_of(red.node) for red in pair)
-    text = operand_text(builder, pair)
+    _, texts = reductions.operand(builder, pair[0], "col")
+    text = reductions.guarded(builder, ("col",), 0, texts[0], 'float("-inf")')
     coarse = root(builder.group, pair[1].source) in builder.coarse
     function = "online_softmax_lanes" if lanes else "online_softmax"
     more = "" if lanes else keeping(builder)
@@ -82,25 +83,9 @@ def accumulate(builder: Builder, pair: Pair, *, lanes: bool = False) -> None:
     )
 
 
-def operand_text(builder: Builder, pair: Pair) -> str:
-    """What a pair is of; -inf in the lanes outside."""
-    _, texts = reductions.operand(builder, pair[0], "col")
-    return reductions.guarded(builder, ("col",), 0, texts[0], 'float("-inf")')
-
-
 def keeping(builder: Builder) -> str:
     """Further arguments where a program has several rows: their dimension stays."""
     return ", True" if builder.rank > 1 else ""
-
-
-def held_states(builder: Builder, pair: Pair) -> list[str]:
-    """Names of what a part of a row that is held at once leaves: its maximum, and its sum."""
-    names = [f"{builder.name_of(red.node)}_all" for red in pair]
-    text = operand_text(builder, pair)
-    coarse = root(builder.group, pair[1].source) in builder.coarse
-    text = f"lib.part_softmax({text}, {coarse}{keeping(builder)})"
-    builder.body.append(Reduce(", ".join(names), text, "of the part"))
-    return names
 
 
 def partial(builder: Builder, pair: Pair) -> list[str]:

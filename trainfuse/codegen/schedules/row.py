@@ -12,7 +12,7 @@ from trainfuse.codegen import reductions
 from trainfuse.codegen.builder import Builder, Group
 from trainfuse.codegen.choices import Choice, products
 from trainfuse.codegen.ir import Module
-from trainfuse.codegen.schedules import kept, online, passes, phases, split, vectors
+from trainfuse.codegen.schedules import kept, online, passes, split, vectors
 from trainfuse.codegen.schedules.common import (
     aligned,
     column_definitions,
@@ -66,8 +66,6 @@ LIKELY = (
     Choice(warps=4, rows=2, held=True),
     Choice(warps=8, block=kept.ELEMENTS * 32 * 8, held=True),
     Choice(held=False),
-    Choice(held=False, phased=True),
-    Choice(held=False, phased=False),
     Choice(held=False, ahead=False),
     Choice(warps=4, block=4096, held=False),
     Choice(warps=16, block=8192, held=False),
@@ -97,8 +95,7 @@ def build(group: Group, target: Target, options: CodegenOptions, choice: Choice)
         return kept.build(group, choice)
     plan = passes.plan(group, needed(group), online=True)
     if split.why_not(group, plan) is None:
-        phased = phases.why_not(group, target, choice, plan) is None and choice.phased is not False
-        return (phases if phased else split).build(group, target, choice, plan)
+        return split.build(group, target, choice, plan)
     return chunked(group, target, options, choice)
 
 
