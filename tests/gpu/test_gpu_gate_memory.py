@@ -21,7 +21,7 @@ import trainfuse
 from autodiff.masks import Masks
 from trainfuse import plans
 from trainfuse.capture.shadow import Shadow
-from trainfuse.runtime import reference, room
+from trainfuse.runtime import reference, reference_schedule, room
 from trainfuse.runtime.captured import CapturedStep
 from trainfuse.runtime.checks import Checks
 from trainfuse.runtime.gate import Gate, bytes_to_check
@@ -155,7 +155,7 @@ def test_the_bytes_that_a_reference_takes_are_those_that_were_planned() -> None:
         for n in tg.graph.find_nodes(op="placeholder")
     ]
     for wide in (False, True):
-        planned = reference.schedule(tg.nodes(), captured._wanted, wide=wide).peak_bytes
+        planned = reference_schedule.schedule(tg.nodes(), captured._wanted, wide=wide).peak_bytes
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
         before = torch.cuda.memory_allocated()

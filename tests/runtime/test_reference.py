@@ -13,11 +13,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
 
 from autodiff.graph import TrainingGraph
+from autodiff.reference import Operation
 from tests.runtime.graphs import trace
 from tests.runtime.live import Live
 from trainfuse.runtime import reference, room
 from trainfuse.runtime.fallback import Boundary
-from trainfuse.runtime.reference import Widened, evaluate, natively, schedule
+from trainfuse.runtime.reference import Native, Widened, evaluate
+from trainfuse.runtime.reference_schedule import Schedule, keeps_precision, schedule
 
 DEPTH, ROWS, WIDTH = 12, 64, 48
 
@@ -47,9 +49,9 @@ def network(dtype: torch.dtype = torch.float32) -> tuple[TrainingGraph, list[Ten
     return trace(gradients, args), args
 
 
-def run(tg: TrainingGraph, args: Sequence[Tensor], plan: reference.Schedule) -> list[Tensor]:
+def run(tg: TrainingGraph, args: Sequence[Tensor], plan: Schedule) -> list[Tensor]:
     given: dict[fx.Node, Any] = dict(zip(tg.graph.find_nodes(op="placeholder"), args, strict=True))
-    values = evaluate(plan, given, Widened(Boundary()) if plan.wide else natively)
+    values = evaluate(plan, given, Widened(Boundary()) if plan.wide else Native())
     return [values[node] for node in tg.output_nodes]
 
 
@@ -128,10 +130,13 @@ def test_each_operator_s_precision(
     seen: dict[str, torch.dtype] = {}
     run_one = Widened(Boundary())
 
-    def watched(node: fx.Node, env: dict[fx.Node, Any]) -> Any:
-        made = run_one(node, env)
-        seen[str(node.target)] = made.dtype
-        return made
+    def watched(node: fx.Node) -> Operation:
+        def looked_at(env: dict[fx.Node, Any]) -> Any:
+            made = run_one(node)(env)
+            seen[str(node.target)] = made.dtype
+            return made
+
+        return looked_at
 
     plan = schedule(tg.nodes(), tg.output_nodes, wide=True)
     evaluate(plan, dict(zip(tg.graph.find_nodes(op="placeholder"), args, strict=True)), watched)
@@ -181,4 +186,4 @@ def test_attention_stays_in_its_precision_on_a_gpu(device: str, kept: bool) -> N
         attention = torch.ops.aten._scaled_dot_product_cudnn_attention.default
         node = graph.call_function(attention, (q, q, q, None, True))
         node.meta["val"] = (q.meta["val"], q.meta["val"].new_empty(2, 3, 8, dtype=torch.float32))
-    assert reference._keeps_precision(node) == kept
+    assert keeps_precision(node) == kept

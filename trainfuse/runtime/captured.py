@@ -12,18 +12,10 @@ from torch import Tensor, fx
 
 from autodiff import ops
 from autodiff.masks import Masks
-from autodiff.reference import Environment
+from autodiff.reference import Environment, Operation
 from trainfuse.runtime.fallback import Boundary
-from trainfuse.runtime.reference import (
-    Run,
-    Schedule,
-    Widened,
-    constants,
-    count_of,
-    evaluate,
-    natively,
-    schedule,
-)
+from trainfuse.runtime.reference import Native, Run, Widened, constants, evaluate
+from trainfuse.runtime.reference_schedule import Schedule, count_of, schedule
 from trainfuse.runtime.room import SHARE, Room, device_of, free_bytes
 
 if TYPE_CHECKING:
@@ -84,6 +76,7 @@ class CapturedStep:
         self._mask_bytes = sum(count_of(n.meta["val"][0]) for n in dropouts)
         self._drawn: dict[int, Tensor] | None = None
         self._unbounded: dict[bool, Schedule] = {}
+        self._native = Native()
         self._widened: dict[str, Widened] = {}
 
     @property
@@ -142,7 +135,7 @@ class CapturedStep:
         return {**given, **constants(self.tg.gm)}
 
     def _runner(self, wide: bool) -> Run:
-        run: Run = natively
+        run: Run = self._native
         if wide:  # what runs wide depends on whether products may be in TF32
             precision = torch.get_float32_matmul_precision()
             run = self._widened.setdefault(precision, Widened(self.boundary))
@@ -207,12 +200,15 @@ class CapturedStep:
         flags = {n: _broken(t) for n, value in given.items() for t in _floating(value)}
         run = self._runner(wide=False)
 
-        def watched(node: fx.Node, env: Environment) -> Any:
-            made = run(node, env)
-            found = [_broken(t) for t in _floating(made)]
-            if found:
-                flags[node] = torch.stack([f.to(found[0].device) for f in found]).amax(0)
-            return made
+        def watched(node: fx.Node) -> Operation:
+            def looked_at(env: Environment) -> Any:
+                made = run(node)(env)
+                found = [_broken(t) for t in _floating(made)]
+                if found:
+                    flags[node] = torch.stack([f.to(found[0].device) for f in found]).amax(0)
+                return made
+
+            return looked_at
 
         free = free_bytes(device_of(args))
         budget = None if free is None else int(SHARE * free)
@@ -282,13 +278,13 @@ def _with_masks(run: Run, live: set[fx.Node], drawn: dict[int, Tensor] | None) -
     """Dropout by the program's masks; a dropout that nothing reads draws none."""
     masks = Masks(drawn=drawn)
 
-    def masked(node: fx.Node, env: Environment) -> Any:
+    def masked(node: fx.Node) -> Operation:
         if node.target is not _DROPOUT or node not in live:
-            return run(node, env)
+            return run(node)
         if len(node.args) > 2 and node.args[2] is False:
-            return run(node, env)
+            return run(node)
         arguments: Any = node.args
-        return masks.scaled(env[arguments[0]], float(arguments[1]))
+        return lambda env: masks.scaled(env[arguments[0]], float(arguments[1]))
 
     return masked
 
