@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from autodiff.compare import TensorError, excess, luck, measure
+from autodiff.compare import TensorError, excess, luck
+from autodiff.norms import measure
 from trainfuse.runtime.room import SHARE, free_bytes
 
 if TYPE_CHECKING:
