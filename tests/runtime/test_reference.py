@@ -164,7 +164,7 @@ def test_copies_go_to_the_host_when_there_is_no_room(monkeypatch: pytest.MonkeyP
     def copies(free: int | None, needed: int = 0) -> list[Tensor]:
         with _free(monkeypatch, free):
             place = room.Room(torch.device("cpu"), needed)
-            return [place.copy(t) for t in tensors]
+            return place.copies(tensors)
 
     copies(None)
     assert sent == []

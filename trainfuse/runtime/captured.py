@@ -20,6 +20,7 @@ from trainfuse.runtime.room import SHARE, Room, device_of, free_bytes
 
 if TYPE_CHECKING:
     from trainfuse.capture.lift import Captured
+    from trainfuse.capture.shadow import Copies
 
 _DROPOUT = torch.ops.aten.native_dropout.default
 
@@ -159,7 +160,7 @@ class CapturedStep:
             {name: args[place] for name, place in self._places.items()},
         )
 
-    def seen(self, args: Sequence[Any], copy: Callable[[Tensor], Tensor]) -> Results | None:
+    def seen(self, args: Sequence[Any], copies: Copies) -> Results | None:
         """What eager autograd makes of the step, from Dynamo's graph.
 
         None where there is no such graph, or where it drew other dropout masks than the plan will.
@@ -167,7 +168,7 @@ class CapturedStep:
         if self.shadow is None:
             return None
         with _same_draws(args):
-            seen = self.shadow.look(copy, self._drawn)
+            seen = self.shadow.look(copies, self._drawn)
         if seen.draws != self.draws or len(seen.gradients) != len(self.updates):
             return None
         results = Results()

@@ -98,7 +98,7 @@ class StepGate:
 
     def _eager(self, args: Sequence[Any], room: Room) -> Results | None:
         captured = self.captured
-        seen = captured.boundary.attempt(lambda: captured.seen(args, room.copy), "step")
+        seen = captured.boundary.attempt(lambda: captured.seen(args, room.copies), "step")
         if isinstance(seen, str):
             _log.info("eager autograd could not run Dynamo's graph: %s", seen)
             return None
