@@ -56,6 +56,36 @@ def measure(
     return results
 
 
+def measure_parts(
+    items: Sequence[tuple[torch.Tensor, ...]], lengths: Sequence[int]
+) -> list[list[Figures]]:
+    """`measure` of consecutive parts of flat tensors of one device, by item and part.
+
+    lengths: of the parts, none of them zero, together a tensor's length.
+    """
+    made = [torch.stack(_norms_of_parts(item, lengths, whole=True)) for item in items]
+    values = torch.stack([norms.view(-1, len(lengths)) for norms in made]).tolist()
+    results: list[list[Figures]] = []
+    for item, norms in zip(items, values, strict=True):
+        found = [
+            tuple(norm / math.sqrt(count) for norm in part)
+            for count, *part in zip(lengths, *norms, strict=True)
+        ]
+        for i, figures in enumerate(found):
+            if not all(map(math.isfinite, figures)):
+                found[i] = _measure_special(*(t.split(list(lengths))[i] for t in item))
+        results.append(found)
+    return results
+
+
+def _norms_of_parts(
+    columns: Sequence[torch.Tensor], lengths: Sequence[int], whole: bool
+) -> list[torch.Tensor]:
+    """Norms of consecutive parts: of the last tensor's, if whole, then of the others' errors."""
+    differences = _differences(columns, whole)
+    return [*torch._foreach_norm([p for d in differences for p in d.split(list(lengths))])]
+
+
 class _Norms:
     """Norms of exact tensors and of differences from them.
 
@@ -98,9 +128,7 @@ class _Norms:
     def _launch(self, together: _Together) -> None:
         columns = [torch.cat(column) for column in zip(*together.rows, strict=True)]
         lengths = [row[0].numel() for row in together.rows]
-        differences = _differences(columns, together.whole)
-        parts = [part for flat in differences for part in flat.split(lengths)]
-        kept = self._keep(columns[0].device, torch._foreach_norm(parts))
+        kept = self._keep(columns[0].device, _norms_of_parts(columns, lengths, together.whole))
         for i, place in enumerate(together.places):
             place += kept[i :: len(lengths)]
 

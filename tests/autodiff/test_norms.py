@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from autodiff import norms
-from autodiff.norms import measure, rms, rmse
+from autodiff.norms import measure, measure_parts, rms, rmse
 
 PIECE = 1 << 10
 """A piece for these tests; up to 64 elements are small, and 256 of them go together."""
@@ -90,6 +90,20 @@ def test_what_is_known_is_not_measured_again(monkeypatch: pytest.MonkeyPatch) ->
     # an infinity of ours is judged with all three at hand, whatever is known
     many[1] = (torch.tensor([math.inf]), torch.tensor([math.inf]), torch.ones(1))
     assert measure([many[1]], [(1.0, 0.5)])[0] == measure([many[1]])[0]
+
+
+@pytest.mark.parametrize("odd", [None, math.nan, math.inf])
+def test_parts_of_flat_tensors_give_what_each_gives(odd: float | None) -> None:
+    lengths = [1, 64, 65, 3000, 7]
+    torch.manual_seed(0)
+    flat = [[torch.randn(sum(lengths), dtype=torch.float64) for _ in range(3)] for _ in range(2)]
+    if odd is not None:
+        flat[1][0][70] = odd
+    found = measure_parts([(*item,) for item in flat], lengths)
+    for item, figures in zip(flat, found, strict=True):
+        parts = zip(*(t.split(lengths) for t in item), strict=True)
+        for alone, together in zip(measure([*parts]), figures, strict=True):
+            assert together == pytest.approx(alone, rel=1e-12, nan_ok=True)
 
 
 def test_launches_do_not_grow_with_the_number_of_small_tensors(
