@@ -9,7 +9,7 @@ call, synchronised at both ends: of eager, of the compiled step, and of the comp
 call compared (`verify=1`); `comparison` is the last less the second, in eager steps. `first_s` and
 `first_compared_s` are first calls, traced, planned and loaded with compiled kernels on disk;
 `first_comparison` is their difference, kernels' own checks included, in eager steps. The peaks are
-what torch has allocated at once, with model and optimizer: without CUDA graph, and compared.
+what torch has allocated at once, with model and optimizer: in eager, and in a compared call.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from benchmarks import contenders as field
 from benchmarks.cases import Case, classes, full_cases, tiny_cases
 from benchmarks.environment import describe, results_name
 from benchmarks.report import RESULTS, gate_table
-from benchmarks.steps import fresh_caches, start_workers, timed
+from benchmarks.steps import fresh_caches, timed
 from trainfuse.capture.shadow import Shadow
 from trainfuse.runtime.captured import CapturedStep
 from trainfuse.runtime.checks import Checks
@@ -126,49 +126,40 @@ def peak_gib(run: Run, device: str) -> float | None:
 
 
 def row_of(case: Case, device: str, rounds: int, parts: bool) -> dict[str, Any]:
-    """Every figure of one case."""
+    """Every figure of one case; said as they are had."""
     model, batch = case.build(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=case.learning_rate)
     step = field.step_of(field.forward_of(case, model, device), optimizer)
+    row: dict[str, Any] = {"case": case.name}
+
+    def note(**figures: float | None) -> None:
+        row.update({name: f if f is None else round(f, 3) for name, f in figures.items()})
+        print(f"{case.name}: {figures}", file=sys.stderr, flush=True)
 
     def made(**options: Any) -> Run:
         torch.compiler.reset()
         compiled = trainfuse.compile(step, **options)
         return lambda: compiled(*batch)
 
-    def first_s(run: Run) -> float:
-        return round(timed(run, device), 3)
+    def eager() -> Any:
+        return step(*batch)
 
-    eager = milliseconds(lambda: step(*batch), device, rounds)
-    timed(made(verify="off"), device, 2)  # compiles every kernel
-    plain, ungraphed = made(verify="off"), made(verify="off", cuda_graph="off")
-    firsts = {"first_s": first_s(plain)}
-    timed(plain, device, 3)
-    own = milliseconds(plain, device, rounds)
-    timed(ungraphed, device, 2)
-    without = milliseconds(ungraphed, device, rounds)
-    peaks = {"peak_gib": peak_gib(ungraphed, device)}
+    timed(eager, device, 3)
+    note(eager_ms=milliseconds(eager, device, rounds), eager_peak_gib=peak_gib(eager, device))
+    plain = made(verify="off")
+    timed(plain, device, 4)
+    note(step_ms=milliseconds(plain, device, rounds))
     compared = made(verify=1)
-    firsts["first_compared_s"] = first_s(compared)
+    note(first_compared_s=timed(compared, device))
     timed(compared, device, 2)
-    whole = milliseconds(compared, device, rounds)
-    peaks["compared_peak_gib"] = peak_gib(compared, device)
+    note(compared_ms=milliseconds(compared, device, rounds), peak_gib=peak_gib(compared, device))
+    note(comparison=(row["compared_ms"] - row["step_ms"]) / row["eager_ms"])
     if parts:
         print_parts(compared, device)
-    return {
-        "case": case.name,
-        "eager_ms": round(eager, 3),
-        "step_ms": round(own, 3),
-        "ungraphed_ms": round(without, 3),
-        "compared_ms": round(whole, 3),
-        "comparison": round((whole - own) / eager, 2),
-        **firsts,
-        "first_comparison": round(
-            1e3 * (firsts["first_compared_s"] - firsts["first_s"]) / eager, 1
-        ),
-        **peaks,
-        "note": case.note,
-    }
+    note(first_s=timed(made(verify="off"), device))
+    more_s = row["first_compared_s"] - row["first_s"]
+    note(first_comparison=1e3 * more_s / row["eager_ms"])
+    return row | {"note": case.note}
 
 
 @contextlib.contextmanager
@@ -218,6 +209,15 @@ def in_own_process(name: str, options: argparse.Namespace) -> dict[str, Any]:
     return json.loads(done.stdout.splitlines()[-1])
 
 
+def measured(name: str, options: argparse.Namespace) -> dict[str, Any]:
+    """Measure one case here, with compile caches of its own."""
+    device = "cpu" if options.cpu else "cuda"
+    case = cases(device)[name]
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as root, field.precision(case):
+        fresh_caches(root, "gate")
+        return row_of(case, device, options.rounds, options.parts)
+
+
 def main(arguments: list[str] | None = None) -> None:
     """Measure, print the table, and write the results file."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -226,23 +226,16 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--parts", action="store_true", help="say where the host's time goes")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the results file")
-    parser.add_argument("--row", choices=list(cases("cuda")), help=argparse.SUPPRESS)
+    parser.add_argument("--row", choices=list(cases("cuda")), help="print one case's row alone")
     options = parser.parse_args(arguments)
-    device = "cpu" if options.cpu else "cuda"
     if options.row:
-        with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as root:
-            start_workers(root, device)
-            fresh_caches(root, "gate")
-            case = cases(device)[options.row]
-            with field.precision(case):
-                row = row_of(case, device, options.rounds, options.parts)
-        print(json.dumps(row))
+        print(json.dumps(measured(options.row, options)), flush=True)
         return
     rows = [in_own_process(name, options) for name in options.cases]
     print(gate_table(rows))
     if options.cpu:
         return
-    environment = describe(device)
+    environment = describe("cuda")
     options.out.mkdir(parents=True, exist_ok=True)
     path = options.out / results_name("gate", environment)
     path.write_text(json.dumps({"environment": environment, "rows": rows}, indent=1) + "\n")

@@ -95,8 +95,8 @@ def gate_table(rows: list[Row]) -> str:
         "first_s": "first call s",
         "first_compared_s": "compared s",
         "first_comparison": "the first one, eager steps",
-        "peak_gib": "peak GiB",
-        "compared_peak_gib": "compared GiB",
+        "eager_peak_gib": "eager's peak GiB",
+        "peak_gib": "compared GiB",
     }
     lines = [f"case | {' | '.join(columns.values())}", "---" + "|---:" * len(columns)]
     for row in rows:
