@@ -12,10 +12,10 @@ from torch import Tensor, fx
 
 from autodiff import ops
 from autodiff.masks import Masks
-from autodiff.reference import Environment, Operation
+from autodiff.reference import Environment, Operation, widen
 from trainfuse.runtime.fallback import Boundary
 from trainfuse.runtime.reference import Native, Run, Widened, constants, evaluate
-from trainfuse.runtime.reference_schedule import Schedule, count_of, schedule
+from trainfuse.runtime.reference_schedule import Schedule, computing_dtype, count_of, schedule
 from trainfuse.runtime.room import SHARE, Room, device_of, free_bytes
 
 if TYPE_CHECKING:
@@ -76,7 +76,7 @@ class CapturedStep:
         self.draws = len(dropouts)
         self._mask_bytes = sum(count_of(n.meta["val"][0]) for n in dropouts)
         self._drawn: dict[int, Tensor] | None = None
-        self._unbounded: dict[bool, Schedule] = {}
+        self._unbounded: dict[tuple[bool, str], Schedule] = {}
         self._native = Native()
         self._widened: dict[str, Widened] = {}
 
@@ -87,9 +87,10 @@ class CapturedStep:
 
     def _whole(self, *, wide: bool) -> Schedule:
         """The evaluation where memory is plenty: planned once."""
-        if wide not in self._unbounded:
-            self._unbounded[wide] = schedule(self.tg.nodes(), self._wanted, wide=wide)
-        return self._unbounded[wide]
+        key = wide, torch.get_float32_matmul_precision()  # in TF32, products stay what they are
+        if key not in self._unbounded:
+            self._unbounded[key] = schedule(self.tg.nodes(), self._wanted, wide=wide)
+        return self._unbounded[key]
 
     def schedule(self, budget: int | None, keep: int | None, *, wide: bool) -> Schedule:
         """How everything that the step makes is evaluated within `budget` bytes.
@@ -140,7 +141,7 @@ class CapturedStep:
         if wide:  # what runs wide depends on whether products may be in TF32
             precision = torch.get_float32_matmul_precision()
             run = self._widened.setdefault(precision, Widened(self.boundary))
-        return _with_masks(run, self._live, self._drawn) if self._fast_rng else run
+        return _with_masks(run, self._live, self._drawn, wide=wide) if self._fast_rng else run
 
     def _results(self, of: Callable[[fx.Node], Tensor]) -> Results:
         return Results(
@@ -275,7 +276,9 @@ def _alike(value: Any, node: fx.Node) -> bool:
     return (tuple(value.shape), value.dtype) == (tuple(like.shape), like.dtype)
 
 
-def _with_masks(run: Run, live: set[fx.Node], drawn: dict[int, Tensor] | None) -> Run:
+def _with_masks(
+    run: Run, live: set[fx.Node], drawn: dict[int, Tensor] | None, *, wide: bool
+) -> Run:
     """Dropout by the program's masks; a dropout that nothing reads draws none."""
     masks = Masks(drawn=drawn)
 
@@ -285,7 +288,8 @@ def _with_masks(run: Run, live: set[fx.Node], drawn: dict[int, Tensor] | None) -
         if len(node.args) > 2 and node.args[2] is False:
             return run(node)
         arguments: Any = node.args
-        return lambda env: masks.scaled(env[arguments[0]], float(arguments[1]))
+        dtype = computing_dtype(node) if wide else None
+        return lambda env: masks.scaled(widen(env[arguments[0]], dtype), float(arguments[1]))
 
     return masked
 

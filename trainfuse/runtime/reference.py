@@ -13,7 +13,13 @@ from autodiff import ops
 from autodiff.reference import Environment, Operation, prepare
 from trainfuse.log import get_logger, say_once
 from trainfuse.runtime.fallback import Boundary, first_line
-from trainfuse.runtime.reference_schedule import Schedule, computing_dtype, keeps_precision
+from trainfuse.runtime.reference_schedule import (
+    Schedule,
+    computing_dtype,
+    keeps_precision,
+    operands,
+    passed_on,
+)
 from trainfuse.runtime.room import to_device, to_host
 
 Run = Callable[[fx.Node], Operation]
@@ -51,7 +57,8 @@ class Native:
     def __call__(self, node: fx.Node) -> Operation:
         """How a node is run."""
         if node not in self._ready:
-            self._ready[node] = prepare(node)
+            copied = operands(node) != node.all_input_nodes
+            self._ready[node] = _cast(node) if copied else prepare(node)
         return self._ready[node]
 
 
@@ -77,6 +84,9 @@ class Widened:
     def _make_ready(self, node: fx.Node) -> Operation:
         if node.target is operator.getitem:
             return prepare(node)
+        source = passed_on(node)
+        if source is not None:  # what it is held in is its cast
+            return operator.itemgetter(source)
         own = prepare(node, read=_narrow)
         if keeps_precision(node):
             return own
@@ -99,6 +109,12 @@ class Widened:
             f"own precision {name}",
             f"{name} stays in its own precision in the fp64 reference: {first_line(error, 80)}",
         )
+
+
+def _cast(node: fx.Node) -> Operation:
+    """What a copy passes on, in the element type that it gives it."""
+    (source,), dtype = operands(node), node.meta["val"].dtype
+    return lambda env: env[source].to(dtype)
 
 
 def _narrow(node: fx.Node, value: Any) -> Any:

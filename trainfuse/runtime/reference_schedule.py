@@ -20,6 +20,8 @@ from trainfuse.runtime.memory import is_view
 
 Verb = Literal["run", "drop", "spill", "fetch"]
 _NEVER = 1 << 62
+_CAST = torch.ops.prims.convert_element_type.default
+_COPY = torch.ops.aten.copy.default
 WIDER = {
     torch.float16: torch.float32,
     torch.bfloat16: torch.float32,
@@ -103,6 +105,11 @@ def computing_dtype(node: fx.Node) -> torch.dtype:
     return torch.float32 if halves else torch.float64
 
 
+def _is_narrow(node: Any) -> bool:
+    """Whether a node reads and makes the element types of the graph; masks are drawn by others."""
+    return keeps_precision(node) and ops.lookup(node.target).kind == "contraction"
+
+
 def keeps_precision(node: fx.Node) -> bool:
     row = ops.lookup(node.target)
     if ops.draws_randomness(node) or row.name in _BITS:
@@ -121,6 +128,39 @@ def keeps_precision(node: fx.Node) -> bool:
 def tensors_of(value: Any) -> list[Tensor]:
     values = value if isinstance(value, list | tuple) else [value]
     return [v for v in values if isinstance(v, Tensor)]
+
+
+# -- what is passed on ---------------------------------------------------------------------------
+
+
+def passed_on(node: fx.Node) -> fx.Node | None:
+    """The node whose values are this one's, in a higher precision: a cast's, or a last copy's."""
+    source = _copied(node)
+    if source is None and node.target is _CAST:
+        operand = node.args[0]
+        assert isinstance(operand, fx.Node)
+        values = tensors_of([node.meta.get("val"), operand.meta.get("val")])
+        source = operand if all(v.is_floating_point() for v in values) else None
+    return source
+
+
+def _copied(node: fx.Node) -> fx.Node | None:
+    """What is copied over a whole tensor that nothing computes with: a gradient, to its layout."""
+    if node.target is not _COPY or any(
+        u.op != "output" and not ops.is_effect(u) for u in node.users
+    ):
+        return None
+    target, source = node.args[:2]
+    assert isinstance(target, fx.Node)
+    if not isinstance(source, fx.Node) or source.meta["val"].shape != target.meta["val"].shape:
+        return None
+    return source
+
+
+def operands(node: fx.Node) -> list[fx.Node]:
+    """The nodes whose values are needed for that of this one."""
+    source = _copied(node)
+    return node.all_input_nodes if source is None else [source]
 
 
 # -- views: made when they are read, so that memory belongs to one node ---------------------------
@@ -142,7 +182,7 @@ def sources(node: fx.Node) -> set[fx.Node]:
     """The nodes whose values a read of this one needs: itself, or what its views are made of."""
     if _owns(node):
         return {node}
-    return {found for read in node.all_input_nodes for found in sources(read)}
+    return _reads_of(node)
 
 
 def _shows(node: fx.Node) -> bool:
@@ -152,7 +192,7 @@ def _shows(node: fx.Node) -> bool:
 
 
 def _reads_of(node: fx.Node) -> set[fx.Node]:
-    return {found for read in node.all_input_nodes for found in sources(read)}
+    return {found for read in operands(node) for found in sources(read)}
 
 
 # -- planning -----------------------------------------------------------------------------------
@@ -171,6 +211,8 @@ class _Planner:
         for i, node in enumerate(self.steps):
             for read in _reads_of(node):
                 self.reads.setdefault(read, []).append(i)
+        held = {part for node in self.steps for part in _parts(node)}
+        self.as_is = {n for n in held if not wide or self._is_held_as_is(n)}
         self.actions: list[tuple[Verb, fx.Node]] = []
         self.here: dict[fx.Node, int] = {}
         self.away: dict[fx.Node, int] = {}
@@ -210,14 +252,14 @@ class _Planner:
         for part in _parts(node) if node not in self.views else ():
             index: Any = part.args[1] if several else None
             like = part.meta.get("val")
-            held = WIDER.get(like.dtype, like.dtype) if isinstance(like, Tensor) else None
-            results.append((part, index, held if self.wide else None))
+            held = self._held(part, like) if self.wide and isinstance(like, Tensor) else None
+            results.append((part, index, held))
         return Work(tuple(self._shown(node)), tuple(results))
 
     def _shown(self, node: fx.Node) -> dict[fx.Node, None]:
         """The views behind a node, itself included, each after what it reads."""
         found: dict[fx.Node, None] = {}
-        for read in node.all_input_nodes:
+        for read in operands(node):
             if read in self.views:
                 found |= self._shown(read)
         return found | {node: None} if node in self.views else found
@@ -239,24 +281,32 @@ class _Planner:
         return reads[place] if place < len(reads) else _NEVER
 
     def _bytes(self, node: fx.Node) -> int:
-        return sum(self._size(value) for value in tensors_of(node.meta.get("val")))
+        values = tensors_of(node.meta.get("val"))
+        return sum(count_of(value) * self._held(node, value).itemsize for value in values)
 
-    def _size(self, value: Tensor) -> int:
-        dtype = WIDER.get(value.dtype, value.dtype) if self.wide else value.dtype
-        return count_of(value) * dtype.itemsize
+    def _held(self, node: fx.Node, value: Tensor) -> torch.dtype:
+        """The element type in which a value of a node is held; inputs come in the graph's."""
+        narrow = all(n.op != "call_function" or n in self.as_is for n in sources(node))
+        return value.dtype if narrow else WIDER.get(value.dtype, value.dtype)
+
+    def _is_held_as_is(self, node: fx.Node) -> bool:
+        """Whether a higher precision would be of no use: nothing more is known, or is read."""
+        maker = node.args[0] if _is_part(node) else node
+        if _is_narrow(maker):
+            return True
+        readers = [self.steps[i] for i in self.reads.get(node, ())]
+        return bool(readers) and node not in self.results and all(map(_is_narrow, readers))
 
     def _working_bytes(self, node: fx.Node) -> int:
         """Operands and results in the type that a node computes in, where they are not held so."""
-        if not self.wide:
+        if not self.wide or passed_on(node) is not None:
             return 0
         computing = None if keeps_precision(node) else computing_dtype(node)
         total = 0
         for n in (node, *node.all_input_nodes):
             for value in tensors_of(n.meta.get("val")):
                 used = value.dtype if computing is None else computing
-                given = n.op != "call_function"  # inputs come in the graph's own type
-                held = value.dtype if given else WIDER.get(value.dtype, value.dtype)
-                if value.dtype.is_floating_point and used is not held:
+                if value.dtype.is_floating_point and used is not self._held(n, value):
                     total += count_of(value) * used.itemsize
         return total
 
@@ -286,7 +336,7 @@ def _needed(nodes: Sequence[fx.Node], wanted: Collection[fx.Node]) -> set[fx.Nod
         node = pending.pop()
         if node not in found:
             found.add(node)
-            pending.extend(n for n in node.all_input_nodes if n in inside)
+            pending.extend(n for n in operands(node) if n in inside)
     return found
 
 
