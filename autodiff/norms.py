@@ -30,6 +30,7 @@ def rmse(x: torch.Tensor, reference: torch.Tensor, eager: torch.Tensor | None = 
     return measure([(x, eager, reference)])[0][2]
 
 
+@torch.no_grad()
 def measure(
     items: Sequence[tuple[torch.Tensor, ...]], known: Sequence[Figures | None] | None = None
 ) -> list[Figures]:
@@ -56,6 +57,7 @@ def measure(
     return results
 
 
+@torch.no_grad()
 def measure_parts(
     items: Sequence[tuple[torch.Tensor, ...]], lengths: Sequence[int]
 ) -> list[list[Figures]]:
@@ -171,9 +173,9 @@ def _pieces(*tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
     if tensors[0].numel() <= _PIECE and all(
         (t.device, t.shape) == (device, shape) for t in tensors
     ):
-        yield tuple(t.detach() for t in tensors)
+        yield tensors
         return
-    flat = [t.detach().reshape(-1).split(_PIECE) for t in tensors]
+    flat = [t.reshape(-1).split(_PIECE) for t in tensors]
     for parts in zip(*flat, strict=True):
         yield tuple(part.to(device) for part in parts)
 

@@ -188,29 +188,15 @@ class _Values:
             if node in self._values:
                 continue
             view = self._plan.views[node]
-            if view.computes:
-                self._values[node] = self._run(node)(self._values)
+            # what a view shows need not be converted, which would copy all of it
+            make = self._run(node) if view.computes else view.make
+            self._values[node] = make(self._values)
+            if view.copies:
                 passing.append(node)
                 continue
-            # a view computes nothing: what it shows need not be converted, which would copy it
-            self._values[node] = value = view.make(self._values)
-            if self._shares(value, node):
-                for source in view.sources:
-                    self._views.setdefault(source, []).append(node)
-            else:
-                passing.append(node)
+            for source in view.sources:
+                self._views.setdefault(source, []).append(node)
         return passing
-
-    def _shares(self, value: Any, node: fx.Node) -> bool:
-        if isinstance(value, list | tuple):
-            return all(self._shares(part, node) for part in value)
-        reads = (self._values[read] for read in node.all_input_nodes)
-        return isinstance(value, Tensor) and _memory(value) in {
-            _memory(part)
-            for read in reads
-            for part in (read if isinstance(read, list | tuple) else [read])
-            if isinstance(part, Tensor)
-        }
 
 
 def _memory(value: Tensor) -> int:

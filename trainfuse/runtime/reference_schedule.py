@@ -31,18 +31,22 @@ WIDER = {
 """The element type that holds another one's values one precision higher."""
 _BITS = frozenset({"aten.view.dtype", "aten.view_as_complex.default", "aten.view_as_real.default"})
 """Operators whose result is its operand's bits: another element type is another value."""
+_MAY_COPY = frozenset({"aten::reshape", "aten::contiguous", "aten::to"})
+"""Operators that give a view where they can, and else a copy."""
 
 
 @dataclass(frozen=True, slots=True)
 class View:
     """A node that shows others' values. make: by ATen; sources: the nodes that own what it shows.
 
-    computes: it has another element type than what it shows, so that it is no view of that.
+    computes: it has another element type than what it shows, so that it is no view of that. copies:
+    it may have memory of its own, which lives for one reader.
     """
 
     make: Operation
     sources: frozenset[fx.Node]
     computes: bool
+    copies: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,6 +189,13 @@ def sources(node: fx.Node) -> set[fx.Node]:
     return _reads_of(node)
 
 
+def _view(node: fx.Node) -> View:
+    computes = not _shows(node)
+    schema = getattr(node.target, "_schema", None)  # getitem has none
+    copies = computes or (schema is not None and schema.name in _MAY_COPY)
+    return View(prepare(node), frozenset(sources(node)), computes, copies)
+
+
 def _shows(node: fx.Node) -> bool:
     """Whether a view is of its operand's element type."""
     values = [n.meta.get("val") for n in (node, *node.all_input_nodes)]
@@ -242,7 +253,7 @@ class _Planner:
                         self.held -= self.here.pop(value)
         self._make_room(_NEVER if keep is None else keep, len(self.steps), ())
         works = {n: self._work(n) for n in dict.fromkeys([*self.steps, *self.wanted])}
-        views = {n: View(prepare(n), frozenset(sources(n)), not _shows(n)) for n in self.views}
+        views = {n: _view(n) for n in self.views}
         actions = tuple(self.actions)
         return Schedule(actions, works, views, self.wanted, self.wide, self.peak, self.held)
 

@@ -52,12 +52,11 @@ class Room:
         made: list[Tensor] = []
         here: list[tuple[Tensor, Tensor]] = []
         for tensor in tensors:
-            given = tensor.detach()
-            copy = self._empty_like(given)
+            copy = self._empty_like(tensor)
             if copy is None:
-                copy = to_host(given)
+                copy = to_host(tensor)
             else:
-                here.append((copy, given))
+                here.append((copy, tensor))
             made.append(copy)
         copy_together(here)
         return made

@@ -46,7 +46,7 @@ class Snapshot:
 
     def take(self) -> None:
         """Copy everything again, as it is now."""
-        copy_together(zip(self._saved, (t.detach() for t in self._written), strict=True))
+        copy_together(zip(self._saved, self._written, strict=True))
         self._remember()
 
     def old(self, tensor: Tensor) -> Tensor:
@@ -65,7 +65,7 @@ class Snapshot:
                 self._restore()
 
     def _restore(self) -> None:
-        copy_together(zip((t.detach() for t in self._written), self._saved, strict=True))
+        copy_together(zip(self._written, self._saved, strict=True))
         for param, grad in self._grads:
             param.grad = grad
         torch.set_rng_state(self._cpu_state)

@@ -120,7 +120,8 @@ def _batches(pieces: Iterable[_Piece], size: int) -> Iterator[list[_Piece]]:
     for whole in pieces:
         rest = whole.cut(lambda t: t.reshape(-1))
         while (count := rest.grad.numel()) > left:
-            batch.append(rest.cut(lambda t: t[:left]))  # noqa: B023  # called at once
+            if left:
+                batch.append(rest.cut(lambda t: t[:left]))  # noqa: B023  # called at once
             yield batch
             rest = rest.cut(lambda t: t[left:])  # noqa: B023
             batch, left = [], size
