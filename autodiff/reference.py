@@ -47,14 +47,8 @@ def _widen_literal(value: Any, dtype: torch.dtype) -> Any:
 
 def widened_call(node: fx.Node, dtype: torch.dtype) -> tuple[list[Any], dict[str, Any]]:
     """A node's arguments with `dtype` where they name an element type: casts become no-ops."""
-    return _widened(node.target, node.args, node.kwargs, dtype)
-
-
-def _widened(
-    target: Any, args: Any, kwargs: Any, dtype: torch.dtype
-) -> tuple[list[Any], dict[str, Any]]:
-    name = ops.op_name(target)
-    args = list(args)
+    name = ops.op_name(node.target)
+    args: list[Any] = list(node.args)
     position = _DTYPE_POSITION.get(name)
     if position is not None:
         args[position] = _widen_literal(args[position], dtype)
@@ -62,7 +56,7 @@ def _widened(
         args[2] = False
     kwargs = {
         key: _widen_literal(value, dtype) if key in ("dtype", "out_dtype") else value
-        for key, value in kwargs.items()
+        for key, value in node.kwargs.items()
     }
     return args, kwargs
 
@@ -97,11 +91,13 @@ def run_nodes(
 
 def run_node(node: fx.Node, env: Environment, dtype: torch.dtype | None = None) -> Any:
     """The value of one call_function node, from those of what it reads; no update."""
-    return prepare(node, dtype)(env)
+    assert node.op == "call_function", node.format_node()
+    read = None if dtype is None else _widening(dtype)
+    return _caller(node.target, dtype)(*_arguments(*_call_of(node, dtype), env, read))
 
 
 def prepare(node: fx.Node, dtype: torch.dtype | None = None, read: Read | None = None) -> Operation:
-    """A call_function node, but an update, as something that can run any number of times.
+    """A call_function node, but an update, as something that runs many times, each in less.
 
     dtype: the type given to what it reads and makes; casts between floating types become no-ops.
     read: what to make of each value that it reads instead.
@@ -110,10 +106,7 @@ def prepare(node: fx.Node, dtype: torch.dtype | None = None, read: Read | None =
     if read is None and dtype is not None:
         read = _widening(dtype)
     call = _caller(node.target, dtype)
-    given: Sequence[Any] = node.args
-    kwargs: Any = node.kwargs
-    if dtype is not None:
-        given, kwargs = _widened(node.target, given, kwargs, dtype)
+    given, kwargs = _call_of(node, dtype)
     places = [(i, part) for i, part in enumerate(given) if isinstance(part, fx.Node)]
     inner: list[fx.Node] = []
     fx.map_arg(([a for a in given if not isinstance(a, fx.Node)], kwargs), inner.append)
@@ -125,13 +118,24 @@ def prepare(node: fx.Node, dtype: torch.dtype | None = None, read: Read | None =
         return call(args, kwargs)
 
     def nested(env: Environment) -> Any:
-        def value(part: fx.Node) -> Any:
-            return env[part] if read is None else read(part, env[part])
-
-        args, named = fx.map_arg((tuple(given), kwargs), value)
-        return call(args, named)
+        return call(*_arguments(given, kwargs, env, read))
 
     return nested if inner else flat
+
+
+def _call_of(node: fx.Node, dtype: torch.dtype | None) -> tuple[Sequence[Any], Any]:
+    """A node's arguments, with the working dtype where they name an element type."""
+    return (node.args, node.kwargs) if dtype is None else widened_call(node, dtype)
+
+
+def _arguments(
+    given: Sequence[Any], kwargs: Any, env: Environment, read: Read | None
+) -> tuple[Any, Any]:
+    def value(part: fx.Node) -> Any:
+        return env[part] if read is None else read(part, env[part])
+
+    args, named = fx.map_arg((tuple(given), kwargs), value)
+    return args, named
 
 
 def _widening(dtype: torch.dtype) -> Read:
