@@ -7,6 +7,7 @@ AOTAutograd's trace, nor the lift, nor a pass, nor a kernel.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -60,7 +61,10 @@ class Shadow:
         self._took_over = False
         self._written: frozenset[int] | None = None
         self._eager = _Eager()
-        self._forward = self._eager.forward_of(gm)
+
+    @functools.cached_property
+    def _forward(self) -> Callable[..., Any]:
+        return self._eager.forward_of(self.gm)
 
     def beside(self, run: Callable[..., Any]) -> Callable[..., Any]:
         """`run` over the graph's inputs, which `look` sees meanwhile.
