@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
+
+from .norms import Figures, measure
 
 Tensors = Mapping[str, torch.Tensor | None]
 
@@ -16,8 +17,6 @@ Tensors = Mapping[str, torch.Tensor | None]
 SMALL_TENSOR = 1000
 # A run whose weights moved less than this (relative RMS) shows nothing about its later steps.
 LEAST_MOVE = 1e-3
-# Elements that are held in fp64 at a time.
-_PIECE = 1 << 22
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,139 +122,6 @@ def luck(count: int) -> float:
     return math.exp(5.0 / math.sqrt(max(count, 1)))
 
 
-def _pieces(*tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
-    """The tensors, or flat pieces of large ones, where the first one is; the last in fp64."""
-    device, shape = tensors[0].device, tensors[0].shape
-    if tensors[0].numel() <= _PIECE and all(
-        (t.device, t.shape) == (device, shape) for t in tensors
-    ):
-        *rest, last = (t.detach() for t in tensors)
-        yield *rest, last.double()
-        return
-    flat = [t.detach().reshape(-1).split(_PIECE) for t in tensors]
-    for parts in zip(*flat, strict=True):
-        *rest, last = (part.to(device) for part in parts)
-        yield *rest, last.double()
-
-
-def rms(x: torch.Tensor) -> float:
-    """Root mean square in fp64, over the finite elements."""
-    return measure([(x,)])[0][0]
-
-
-def rmse(x: torch.Tensor, reference: torch.Tensor, eager: torch.Tensor | None = None) -> float:
-    """Root mean square error against fp64.
-
-    Where the reference isn't finite, x must be NaN or infinite exactly as eager is: else inf. The
-    tensors may be on several devices; at most _PIECE elements at a time are copied to that of x.
-    """
-    if eager is None:
-        return measure([(x, reference)])[0][1]
-    return measure([(x, eager, reference)])[0][2]
-
-
-def measure(
-    items: Sequence[tuple[torch.Tensor, ...]],
-) -> list[tuple[float, ...]]:
-    """RMS figures of many tensors, waiting for the device once.
-
-    items: (exact,), (eager, exact) or (ours, eager, exact). Returns the size of exact, then the
-    errors of eager and ours, as `rms` and `rmse` define them.
-    """
-    norms = _Norms()
-    places = [norms.add(item) for item in items]
-    values = norms.read()
-    results: list[tuple[float, ...]] = []
-    for item, place in zip(items, places, strict=True):
-        count = max(item[0].numel(), 1)
-        parts = values[item[0].device, len(item)][place] if item[0].numel() else [[0.0] * len(item)]
-        figures = tuple(math.hypot(*part) / math.sqrt(count) for part in zip(*parts, strict=True))
-        # a norm is finite where every element is
-        finite = all(map(math.isfinite, figures))
-        results.append(figures if finite else _measure_special(*item))
-    return results
-
-
-class _Norms:
-    """Norms of exact tensors and of differences from them, many tensors a launch."""
-
-    def __init__(self) -> None:
-        self._waiting: dict[tuple[torch.device, int], list[tuple[torch.Tensor, ...]]] = {}
-        self._made: dict[tuple[torch.device, int], list[torch.Tensor]] = {}
-        self._held: Counter[tuple[torch.device, int]] = Counter()
-        self._count: Counter[tuple[torch.device, int]] = Counter()
-
-    def add(self, item: tuple[torch.Tensor, ...]) -> slice:
-        """Take note of one item; returns where its pieces will be."""
-        key = item[0].device, len(item)
-        first = self._count[key]
-        for piece in _pieces(*item) if item[0].numel() else ():
-            self._waiting.setdefault(key, []).append(piece)
-            self._count[key] += 1
-            self._held[key] += piece[-1].numel()
-            if self._held[key] >= _PIECE:
-                self._launch(key)
-        return slice(first, self._count[key])
-
-    def _launch(self, key: tuple[torch.device, int]) -> None:
-        pieces, self._held[key] = self._waiting.pop(key), 0
-        *others, exact = ([*tensors] for tensors in zip(*pieces, strict=True))
-        norms = [torch.stack(torch._foreach_norm(exact))]
-        for tensors in reversed(others):
-            away = torch._foreach_sub([_wide(t) for t in tensors], exact)
-            norms.append(torch.stack(torch._foreach_norm(away)))
-        self._made.setdefault(key, []).append(torch.stack(norms, dim=-1))
-
-    def read(self) -> dict[tuple[torch.device, int], list[list[float]]]:
-        """The norms of every piece, by device and length of item; waits for each device."""
-        for key in [*self._waiting]:
-            self._launch(key)
-        return {key: torch.cat(made).tolist() for key, made in self._made.items()}
-
-
-def _wide(x: torch.Tensor) -> torch.Tensor:
-    # a subtraction itself widens, but not every type has one
-    return x if x.is_floating_point() and x.dtype.itemsize > 1 else x.double()
-
-
-def _measure_special(*item: torch.Tensor) -> tuple[float, ...]:
-    """The figures of one tensor that has NaN, infinity, or squares beyond fp64."""
-    *others, exact = item
-    figures = [_rms_where_finite(exact)]
-    if others:
-        figures.append(_rmse_where_finite(others[-1], exact))
-    if len(others) == 2:
-        figures.append(_rmse_where_finite(others[0], exact, others[1]))
-    return tuple(figures)
-
-
-def _rms_where_finite(x: torch.Tensor) -> float:
-    total = count = torch.zeros((), dtype=torch.float64, device=x.device)
-    for (piece,) in _pieces(x):
-        finite = torch.isfinite(piece)
-        total = total + torch.where(finite, piece, 0.0).square().sum()
-        count = count + finite.sum()
-    return float((total / count.clamp(min=1)).sqrt())
-
-
-def _rmse_where_finite(
-    x: torch.Tensor, reference: torch.Tensor, eager: torch.Tensor | None = None
-) -> float:
-    total = count = torch.zeros((), dtype=torch.float64, device=x.device)
-    alike = torch.ones((), dtype=torch.bool, device=x.device)
-    for piece in _pieces(x, *([] if eager is None else [eager]), reference):
-        mine, exact = piece[0].double(), piece[-1]
-        finite = torch.isfinite(exact)
-        if eager is not None:
-            theirs = piece[1].double()
-            finite &= torch.isfinite(theirs)  # an overflow that eager has too is no error of ours
-            same = (mine == theirs) | (mine.isnan() & theirs.isnan())
-            alike = alike & (same | finite).all()
-        total = total + torch.where(finite, mine - exact, 0.0).square().sum()
-        count = count + finite.sum()
-    return float((total / count.clamp(min=1)).sqrt()) if bool(alike) else math.inf
-
-
 def _floor(dtype: torch.dtype, size: float, scale: float) -> float:
     """Error that no rounding of the result can undercut.
 
@@ -295,8 +161,11 @@ def judge(
     k: float = 2.0,
     step: int = 0,
     usual: Sequence[float] = (),
+    known: Mapping[str, Figures] | None = None,
 ) -> tuple[TensorError, ...]:
     """Errors of three runs' tensors, by name.
+
+    known: what `measure` gave for eager and fp64 by name, where that was asked before.
 
     A tensor of fewer than SMALL_TENSOR elements (a loss, a bias) may have been lucky in eager: it
     is measured against eager's median relative error where that is larger, of `usual` if given,
@@ -308,7 +177,9 @@ def judge(
         for n, theirs in eager.items()
         if theirs is not None and _floats(fp64[n]) and _meta(ours[n]) == _meta(theirs)
     }
-    figures = dict(zip(measured, measure(list(measured.values())), strict=True))  # type: ignore[arg-type]  # no None is left
+    before = [known.get(name) for name in measured] if known else None
+    found = measure(list(measured.values()), before)  # type: ignore[arg-type]  # no None is left
+    figures = dict(zip(measured, found, strict=True))
     scale = max((size for size, *_ in figures.values()), default=0.0)
     relative = usual or _relative(list(figures.values()))
     typical = statistics.median(relative) if relative else 0.0

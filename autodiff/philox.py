@@ -12,6 +12,7 @@ _KEY_A = 0x9E3779B9
 _KEY_B = 0xBB67AE85
 _ROUND_A = 0xD2511F53
 _ROUND_B = 0xCD9E8D57
+_ROUNDS = 10
 # Counters that are computed at a time: a mask takes little more memory than itself.
 _PIECE = 1 << 20
 KEEP_MASK = "trainfuse.keep_mask.default"
@@ -31,25 +32,41 @@ def philox(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Philox4x32-10: four 32-bit words a counter, held in int64.
 
-    seed: int64, its low and high words are the key. counter: four int64 tensors below 2**32.
-    A product of two words wraps around in int64, which keeps all its 64 bits; the mask drops what
-    the shift has copied of its highest one.
+    seed: int64 [1], its low and high words are the key. counter: four int64 tensors below 2**32, of
+    shapes that broadcast together, with one dimension at least.
+    A product of two words wraps around in int64, which keeps all its 64 bits; its halves are read
+    as the int32 numbers that they are in memory, so that a round is four launches.
     Bit-identical with triton's tl.philox. Source: Salmon et al., SC 2011.
     """
-    c0, c1, c2, c3 = counter
-    rounds = torch.arange(10, device=seed.device).unsqueeze(-1)
-    keys = [
-        ((half + rounds * step) & _MASK32).unbind()
-        for half, step in ((seed & _MASK32, _KEY_A), ((seed >> 32) & _MASK32, _KEY_B))
-    ]
-    for key_0, key_1 in zip(*keys, strict=True):
-        product_b, product_a = c2 * _ROUND_B, c0 * _ROUND_A
-        c0, c2 = (
-            ((product >> 32) ^ c ^ key) & _MASK32
-            for product, c, key in ((product_b, c1, key_0), (product_a, c3, key_1))
-        )
-        c1, c3 = product_b & _MASK32, product_a & _MASK32
-    return c0, c1, c2, c3
+    c0, c1, c2, c3 = torch.broadcast_tensors(*counter)
+    factored = torch.stack([c0, c2])
+    factors = torch.full((2, *[1] * c0.dim()), _ROUND_A, device=seed.device)
+    factors[1] = _ROUND_B
+    # a product's rows: that of c0, whose low word becomes c3, and that of c2, which gives c1
+    words = torch.stack([c3, c1])
+    before, after = ((p, _low(p).unbind(), _low(p), _high(p)) for p in (words, words.clone()))
+    rounds = torch.arange(_ROUNDS, device=seed.device)
+    keys = _low(torch.stack([seed + rounds * _KEY_A, (seed >> 32) + rounds * _KEY_B]))
+    c0, c2 = _low(factored)
+    for key_0, key_1 in zip(*(half.unbind() for half in keys), strict=True):
+        _, (mixed_2, mixed_0), low, _ = before
+        product, _, _, high = after
+        torch.mul(factored, factors, out=product)
+        low.bitwise_xor_(high)
+        torch.bitwise_xor(mixed_0, key_0, out=c0)
+        torch.bitwise_xor(mixed_2, key_1, out=c2)
+        before, after = after, before
+    c3, c1 = before[0] & _MASK32
+    return factored[0], c1, factored[1], c3
+
+
+def _low(words: torch.Tensor) -> torch.Tensor:
+    """The low halves of int64 numbers, in their memory; every machine that torch has is little."""
+    return words.view(torch.int32)[..., 0::2]
+
+
+def _high(words: torch.Tensor) -> torch.Tensor:
+    return words.view(torch.int32)[..., 1::2]
 
 
 def dropped_words(p: float) -> int:
@@ -83,9 +100,10 @@ def keep_mask(seed: torch.Tensor, offset: int, p: float, shape: list[int]) -> to
     for first in range(0, blocks, _PIECE):
         last = min(first + _PIECE, blocks)
         block = torch.arange(first, last, device=seed.device, dtype=torch.int64)
-        zero = torch.zeros_like(block)
-        words = philox(seed, (block & _MASK32, zero + (offset & _MASK32), block >> 32, zero))
-        kept[first:last] = torch.stack([word >= dropped for word in words], dim=-1)
+        draw = torch.full_like(block[:1], offset & _MASK32)
+        words = philox(seed, (block & _MASK32, draw, block >> 32, torch.zeros_like(draw)))
+        for word, place in zip(words, kept[first:last].unbind(-1), strict=True):
+            torch.ge(word, dropped, out=place)
     mask = kept.reshape(-1)[:count].reshape(whole)
     return mask[..., : shape[-1]].contiguous() if shape else mask
 

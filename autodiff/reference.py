@@ -8,13 +8,15 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.utils._pytree import tree_map
 
 from . import ops
 from .graph import TrainingGraph
 
 Update = Callable[[list[torch.Tensor], list[torch.Tensor], int], None]
 Environment = dict[fx.Node, Any]
+Operation = Callable[[Environment], Any]
+"""A node made ready to run: from the values of what it reads to its own."""
+Read = Callable[[fx.Node, Any], Any]
 
 _CAST = torch.ops.prims.convert_element_type.default
 # Position of the dtype argument in operators that name an element type positionally.
@@ -28,15 +30,15 @@ _HALF_TO_FLOAT = {"aten._softmax.default", "aten._log_softmax.default"}
 
 def widen(value: Any, dtype: torch.dtype | None) -> Any:
     """Give a floating tensor the working dtype; anything else passes through."""
-    if dtype is None or not isinstance(value, torch.Tensor) or not value.is_floating_point():
+    if dtype is None or not isinstance(value, torch.Tensor) or value.dtype is dtype:
         return value
-    return value.to(dtype)
+    return value.to(dtype) if value.is_floating_point() else value
 
 
 def _widen_all(value: Any, dtype: torch.dtype | None) -> Any:
-    if dtype is None or isinstance(value, torch.Tensor):
-        return widen(value, dtype)
-    return tree_map(lambda part: widen(part, dtype), value)
+    if isinstance(value, list | tuple):
+        return [_widen_all(part, dtype) for part in value]
+    return widen(value, dtype)
 
 
 def _widen_literal(value: Any, dtype: torch.dtype) -> Any:
@@ -45,27 +47,8 @@ def _widen_literal(value: Any, dtype: torch.dtype) -> Any:
 
 def widened_call(node: fx.Node, dtype: torch.dtype) -> tuple[list[Any], dict[str, Any]]:
     """A node's arguments with `dtype` where they name an element type: casts become no-ops."""
-    return _widened(node.target, node.args, node.kwargs, dtype)
-
-
-def _call(node: fx.Node, args: Any, kwargs: Any, dtype: torch.dtype | None) -> Any:
-    """Execute one node; with a working dtype, casts between floating types become no-ops."""
-    target: Any = node.target
-    if target is operator.getitem:
-        return args[0][args[1]]
-    if target is _CAST:  # torch's own implementation is Python, and ten times slower
-        return args[0].to(args[1] if dtype is None else _widen_literal(args[1], dtype))
-    if dtype is None:
-        return target(*args, **kwargs)
-    args, kwargs = _widened(target, args, kwargs, dtype)
-    return _widen_all(target(*args, **kwargs), dtype)
-
-
-def _widened(
-    target: Any, args: Any, kwargs: Any, dtype: torch.dtype
-) -> tuple[list[Any], dict[str, Any]]:
-    name = ops.op_name(target)
-    args = list(args)
+    name = ops.op_name(node.target)
+    args: list[Any] = list(node.args)
     position = _DTYPE_POSITION.get(name)
     if position is not None:
         args[position] = _widen_literal(args[position], dtype)
@@ -73,7 +56,7 @@ def _widened(
         args[2] = False
     kwargs = {
         key: _widen_literal(value, dtype) if key in ("dtype", "out_dtype") else value
-        for key, value in kwargs.items()
+        for key, value in node.kwargs.items()
     }
     return args, kwargs
 
@@ -96,7 +79,7 @@ def run_nodes(
     floating tensors, None to compute as the graph says. update: called as
     update(params, grads, handle) at the update node. env itself is left alone.
     """
-    values = {node: _widen_all(value, dtype) for node, value in env.items()}
+    values = {n: v if dtype is None else _widen_all(v, dtype) for n, v in env.items()}
     for node in nodes:
         if ops.lookup(node.target).kind == "effect":
             args = fx.map_arg(node.args, values.__getitem__)
@@ -109,12 +92,64 @@ def run_nodes(
 def run_node(node: fx.Node, env: Environment, dtype: torch.dtype | None = None) -> Any:
     """The value of one call_function node, from those of what it reads; no update."""
     assert node.op == "call_function", node.format_node()
+    read = None if dtype is None else _widening(dtype)
+    return _caller(node.target, dtype)(*_arguments(*_call_of(node, dtype), env, read))
 
-    def read(node: fx.Node) -> Any:
-        return env[node] if dtype is None else _widen_all(env[node], dtype)
 
-    args, kwargs = fx.map_arg((node.args, node.kwargs), read)
-    return _call(node, args, kwargs, dtype)
+def prepare(node: fx.Node, dtype: torch.dtype | None = None, read: Read | None = None) -> Operation:
+    """A call_function node, but an update, as something that runs many times, each in less.
+
+    dtype: the type given to what it reads and makes; casts between floating types become no-ops.
+    read: what to make of each value that it reads instead.
+    """
+    assert node.op == "call_function", node.format_node()
+    if read is None and dtype is not None:
+        read = _widening(dtype)
+    call = _caller(node.target, dtype)
+    given, kwargs = _call_of(node, dtype)
+    places = [(i, part) for i, part in enumerate(given) if isinstance(part, fx.Node)]
+    inner: list[fx.Node] = []
+    fx.map_arg(([a for a in given if not isinstance(a, fx.Node)], kwargs), inner.append)
+
+    def flat(env: Environment) -> Any:
+        args = [*given]
+        for i, part in places:
+            args[i] = env[part] if read is None else read(part, env[part])
+        return call(args, kwargs)
+
+    def nested(env: Environment) -> Any:
+        return call(*_arguments(given, kwargs, env, read))
+
+    return nested if inner else flat
+
+
+def _call_of(node: fx.Node, dtype: torch.dtype | None) -> tuple[Sequence[Any], Any]:
+    """A node's arguments, with the working dtype where they name an element type."""
+    return (node.args, node.kwargs) if dtype is None else widened_call(node, dtype)
+
+
+def _arguments(
+    given: Sequence[Any], kwargs: Any, env: Environment, read: Read | None
+) -> tuple[Any, Any]:
+    def value(part: fx.Node) -> Any:
+        return env[part] if read is None else read(part, env[part])
+
+    args, named = fx.map_arg((tuple(given), kwargs), value)
+    return args, named
+
+
+def _widening(dtype: torch.dtype) -> Read:
+    return lambda _, value: _widen_all(value, dtype)
+
+
+def _caller(target: Any, dtype: torch.dtype | None) -> Callable[[Sequence[Any], Any], Any]:
+    if target is operator.getitem:
+        return lambda args, _: args[0][args[1]]
+    if target is _CAST:  # torch's own implementation is Python, and ten times slower
+        return lambda args, _: args[0].to(args[1])
+    if dtype is None:
+        return lambda args, kwargs: target(*args, **kwargs)
+    return lambda args, kwargs: _widen_all(target(*args, **kwargs), dtype)
 
 
 def run_graph(

@@ -33,6 +33,10 @@ _BUDGET = (
     "Peak: what the allocator reserved, with model, optimizer state and graph pools. After the "
     "dash: `memory_budget`, of the step's own peak with everything saved."
 )
+_GATE = (
+    '`verify="step"`: what comparing a whole step with eager autograd and fp64 costs beside the '
+    "step itself; medians of single calls. Peaks: what is allocated, with model and optimizer."
+)
 
 Row = dict[str, Any]
 
@@ -81,6 +85,26 @@ def memory_table(rows: list[Row]) -> str:
     return "\n".join(lines)
 
 
+def gate_table(rows: list[Row]) -> str:
+    """Markdown table: what comparing a whole step costs, a line a case."""
+    columns = {
+        "eager_ms": "eager ms",
+        "step_ms": "ms a step",
+        "compared_ms": "compared ms",
+        "comparison": "a comparison, eager steps",
+        "first_s": "first call s",
+        "first_compared_s": "compared s",
+        "first_comparison": "the first one, eager steps",
+        "eager_peak_gib": "eager's peak GiB",
+        "peak_gib": "compared GiB",
+    }
+    lines = [f"case | {' | '.join(columns.values())}", "---" + "|---:" * len(columns)]
+    for row in rows:
+        cells = ("n/a" if row[key] is None else f"{row[key]:.4g}" for key in columns)
+        lines.append(" | ".join((row["case"], *cells)))
+    return "\n".join(lines)
+
+
 def section(suite: str, result: dict[str, Any]) -> str:
     """One results file as the README shows it: conditions, table, set-ups."""
     if suite == "kernels":
@@ -92,9 +116,13 @@ def section(suite: str, result: dict[str, Any]) -> str:
     )
     setups = {row["case"]: row["note"].split("; ")[0] for row in result["rows"]}
     notes = "\n".join(f"- `{case}`: {note}." for case, note in setups.items())
-    shown, more = (memory_table, _BUDGET) if suite == "memory" else (table, _ERROR)
-    meaning = f"{_STEPS} {more} `python -m benchmarks.{suite}`"
-    return f"{conditions}\n{meaning}\n\n{shown(result['rows'])}\n\n{notes}"
+    if suite == "gate":
+        meaning, shown = _GATE, gate_table
+    else:
+        shown, more = (memory_table, _BUDGET) if suite == "memory" else (table, _ERROR)
+        meaning = f"{_STEPS} {more}"
+    command = f"`python -m benchmarks.{suite}`"
+    return f"{conditions}\n{meaning} {command}\n\n{shown(result['rows'])}\n\n{notes}"
 
 
 def load(folder: Path = RESULTS) -> dict[str, list[dict[str, Any]]]:

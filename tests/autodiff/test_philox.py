@@ -8,6 +8,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
+from torch.utils._python_dispatch import TorchDispatchMode
 from training_graphs import training_graph
 
 from autodiff import philox
@@ -56,6 +57,47 @@ def test_rows_of_16_elements_begin_blocks(width: int, rows: tuple[int, ...]) -> 
     stream = keep_mask(seed, 3, 0.5, [mask.numel() // width * pitch])
     assert mask.is_contiguous()
     assert torch.equal(mask, stream.view(*rows, pitch)[..., :width])
+
+
+def plain_philox(seed: int, counter: tuple[int, int, int, int]) -> list[int]:
+    """Philox4x32-10 on Python's numbers."""
+    word, (c0, c1, c2, c3) = (1 << 32) - 1, counter
+    low, high = seed & word, seed >> 32 & word
+    for _ in range(10):
+        a, b = c0 * 0xD2511F53, c2 * 0xCD9E8D57
+        c0, c1, c2, c3 = b >> 32 ^ c1 ^ low, b & word, a >> 32 ^ c3 ^ high, a & word
+        low, high = (low + 0x9E3779B9) & word, (high + 0xBB67AE85) & word
+    return [c0, c1, c2, c3]
+
+
+@pytest.mark.parametrize("seed", [-5, 123456789012345678])
+def test_every_word_of_any_counter(seed: int) -> None:
+    """All four words of the counter, each of any size, and counters that broadcast together."""
+    torch.manual_seed(0)
+    counter = [torch.randint(1 << 32, (50,)) for _ in range(4)]
+    counter[1], counter[2][:2] = counter[1][:1], torch.tensor([0, 0xFFFFFFFF])
+    words = philox.philox(torch.tensor([seed]), (*counter,))
+    rows = zip(*(c.expand(50).tolist() for c in counter), strict=True)
+    expected = torch.tensor([plain_philox(seed, row) for row in rows])
+    assert torch.equal(torch.stack(words, -1), expected)
+    before = [c.clone() for c in counter]
+    philox.philox(torch.tensor([seed]), (*counter,))
+    assert all(map(torch.equal, counter, before)), "the counter was written"
+
+
+def test_a_mask_is_few_launches() -> None:
+    """On a GPU they and not the elements are what a small mask costs."""
+    launches = []
+
+    class Launches(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None):
+            if not any(r.alias_info and not r.alias_info.is_write for r in func._schema.returns):
+                launches.append(func)
+            return func(*args, **(kwargs or {}))
+
+    with Launches():
+        philox.keep_mask(torch.tensor([7]), 3, 0.5, [64, 48])
+    assert len(launches) <= 4 * 10 + 25
 
 
 def test_philox_known_answer() -> None:

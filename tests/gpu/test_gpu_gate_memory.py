@@ -1,13 +1,8 @@
-"""The gate beside a model that fills most of the card: bounded memory, right values, small cost."""
+"""The gate beside a model that fills most of the card: bounded memory, right values."""
 
 from __future__ import annotations
 
-import contextlib
-import cProfile
-import io
 import logging
-import pstats
-import statistics
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -18,16 +13,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import trainfuse
-from autodiff.masks import Masks
 from trainfuse import plans
-from trainfuse.capture.shadow import Shadow
-from trainfuse.runtime import reference, room
-from trainfuse.runtime.captured import CapturedStep
-from trainfuse.runtime.checks import Checks
+from trainfuse.runtime import reference, reference_schedule, room
 from trainfuse.runtime.gate import Gate, bytes_to_check
-from trainfuse.runtime.plan import Plan
-from trainfuse.runtime.snapshot import Snapshot
-from trainfuse.runtime.step_gate import StepCheck, StepGate
 
 Step = Callable[..., Tensor]
 FILLED = 0.7
@@ -155,7 +143,7 @@ def test_the_bytes_that_a_reference_takes_are_those_that_were_planned() -> None:
         for n in tg.graph.find_nodes(op="placeholder")
     ]
     for wide in (False, True):
-        planned = reference.schedule(tg.nodes(), captured._wanted, wide=wide).peak_bytes
+        planned = reference_schedule.schedule(tg.nodes(), captured._wanted, wide=wide).peak_bytes
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
         before = torch.cuda.memory_allocated()
@@ -166,91 +154,6 @@ def test_the_bytes_that_a_reference_takes_are_those_that_were_planned() -> None:
         del results
         assert taken <= 1.3 * planned, f"{taken / 2**20:.0f} MiB for {planned / 2**20:.0f}"
         assert taken >= 0.5 * planned
-
-
-def test_what_a_comparison_costs() -> None:
-    """Printed, not judged: the aim is three steps of eager, and most of it is time of the host."""
-    step, batch = make(8, 1024, 16)
-    for _ in range(3):
-        step(*batch)
-
-    def milliseconds(run: Callable[[], Any], rounds: int = 5) -> float:
-        times = []
-        for _ in range(rounds):
-            torch.cuda.synchronize()
-            began = time.perf_counter()
-            run()
-            torch.cuda.synchronize()
-            times.append(1e3 * (time.perf_counter() - began))
-        return statistics.median(times)
-
-    eager = milliseconds(lambda: step(*batch))
-    plain = trainfuse.compile(step, verify="off", cuda_graph="off")
-    checked = trainfuse.compile(step, verify=1, cuda_graph="off")
-    first = []
-    for compiled in (plain, checked):
-        first += [milliseconds(lambda: compiled(*batch), 1) for _ in range(3)]  # noqa: B023  # called at once
-    own, whole = milliseconds(lambda: plain(*batch)), milliseconds(lambda: checked(*batch))
-    extra = whole - own
-    print(f"eager {eager:.1f} ms, a comparison {extra:.1f} ms: {extra / eager:.2f} of it")
-    print("first calls, without and with comparisons:", *(f"{ms:.0f}" for ms in first), "ms")
-    for synchronize in (False, True):
-        with parts_of_a_comparison(synchronize) as parts:
-            for _ in range(3):
-                checked(*batch)
-        print("with the device:" if synchronize else "on the host:")
-        for name, times in parts.items():
-            calls = len(times) / 3
-            print(f"  {name:28} {sum(times) / 3:7.2f} ms in {calls:.0f} calls")
-    print(profile_of(lambda: checked(*batch)))
-    assert checked.stats()["gate"] == "pass"
-
-
-@contextlib.contextmanager
-def parts_of_a_comparison(synchronize: bool) -> Iterator[dict[str, list[float]]]:
-    """Milliseconds of each part, with what it leaves to the device or without."""
-    parts: dict[str, list[float]] = {}
-    with pytest.MonkeyPatch.context() as patch:
-
-        def watch(owner: type, name: str) -> None:
-            function = getattr(owner, name)
-
-            def timed(*args: Any, **kwargs: Any) -> Any:
-                if synchronize:
-                    torch.cuda.synchronize()
-                began = time.perf_counter()
-                try:
-                    return function(*args, **kwargs)
-                finally:
-                    if synchronize:
-                        torch.cuda.synchronize()
-                    spent = 1e3 * (time.perf_counter() - began)
-                    parts.setdefault(f"{owner.__name__}.{name}", []).append(spent)
-
-            patch.setattr(owner, name, timed)
-
-        for owner, names in (
-            (Plan, ("first", "needed", "_prepare")),
-            (Shadow, ("look",)),
-            (Masks, ("keep",)),
-            (CapturedStep, ("run", "schedule")),
-            (StepGate, ("references", "_suspicious")),
-            (Snapshot, ("__init__",)),
-            (StepCheck, ("before", "after", "finish")),
-            (Checks, ("_demand_finite",)),
-        ):
-            for name in names:
-                watch(owner, name)
-        yield parts
-
-
-def profile_of(run: Callable[[], Any]) -> str:
-    """The functions in which one call spends most of the host's time."""
-    profile, text = cProfile.Profile(), io.StringIO()
-    profile.runcall(run)
-    torch.cuda.synchronize()
-    pstats.Stats(profile, stream=text).sort_stats("tottime").print_stats(25)
-    return text.getvalue()
 
 
 def test_a_nan_is_traced_in_a_replayed_step(caplog: pytest.LogCaptureFixture) -> None:

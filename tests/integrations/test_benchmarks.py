@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import trainfuse
-from benchmarks import memory, report, steps
+from benchmarks import gate, memory, report, steps
 from benchmarks.cases import full_cases, tiny_cases
 from benchmarks.contenders import build, check_gradients
 from benchmarks.environment import describe, results_name
@@ -134,6 +134,24 @@ def test_memory_is_compared_with_torch_compile():
     assert (
         report.memory_table(rows).splitlines()[-1] == "vit | trainfuse-0.5 | 2 | 0.25 | 12 | 1.20"
     )
+
+
+def test_a_comparison_of_the_gate_is_measured_and_shown(capsys):
+    gate.main(["--row", "blocks", "--cpu", "--rounds", "2", "--parts"])
+    printed = capsys.readouterr()
+    row = json.loads(printed.out.splitlines()[-1])
+    difference = row["compared_ms"] - row["step_ms"]
+    assert row["comparison"] == pytest.approx(difference / row["eager_ms"], abs=2e-3)
+    assert "dropout 0.1" in row["note"]
+    # every part was seen, where its name is
+    parts = [f"{owner.__name__}.{name}" for owner, names in gate.PARTS for name in names]
+    missing = [name for name in parts if name not in printed.err]
+    assert missing == []
+    result = {"environment": describe("cpu"), "rows": [row]}
+    line = report.section("gate", result).splitlines()[-3]
+    assert line.startswith("blocks | ")
+    assert f" | {row['comparison']:.4g} | " in line
+    assert line.endswith("n/a | n/a")
 
 
 def test_the_headline_cases_are_as_published():

@@ -92,7 +92,7 @@ def test_a_checked_call_fits_where_the_model_fills_the_device(
         monkeypatch.setattr(module, "to_host", to_host)
     monkeypatch.setattr(reference, "to_device", lambda tensor, device: tensor.clone())
     # pieces of a fixed size are nothing on a device of a usual one; here they must be small, too
-    for piece in ("autodiff.mismatch._PIECE", "autodiff.compare._PIECE", "autodiff.philox._PIECE"):
+    for piece in ("autodiff.mismatch._PIECE", "autodiff.norms._PIECE", "autodiff.philox._PIECE"):
         monkeypatch.setattr(piece, 1 << 9)
     monkeypatch.setattr(gate, "WORKING_BYTES", 96 << 9)
     monkeypatch.setattr(update_check, "_LEAST", 1 << 9)

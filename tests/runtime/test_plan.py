@@ -12,8 +12,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 import trainfuse
-from autodiff.compare import rmse
 from autodiff.graph import InputKind, TrainingGraph
+from autodiff.norms import rmse
 from tests.runtime.graphs import plan_of, randn, trace
 from trainfuse.capture.optimizers import UpdateHandle, handle_for
 from trainfuse.codegen.schedules import foreach as schedule

@@ -12,12 +12,15 @@ from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
 
+from autodiff import ops
 from autodiff.graph import TrainingGraph
+from autodiff.reference import Operation
 from tests.runtime.graphs import trace
 from tests.runtime.live import Live
-from trainfuse.runtime import reference, room
+from trainfuse.runtime import captured, reference, room
 from trainfuse.runtime.fallback import Boundary
-from trainfuse.runtime.reference import Widened, evaluate, natively, schedule
+from trainfuse.runtime.reference import Native, Widened, evaluate
+from trainfuse.runtime.reference_schedule import Schedule, keeps_precision, schedule
 
 DEPTH, ROWS, WIDTH = 12, 64, 48
 
@@ -47,9 +50,9 @@ def network(dtype: torch.dtype = torch.float32) -> tuple[TrainingGraph, list[Ten
     return trace(gradients, args), args
 
 
-def run(tg: TrainingGraph, args: Sequence[Tensor], plan: reference.Schedule) -> list[Tensor]:
+def run(tg: TrainingGraph, args: Sequence[Tensor], plan: Schedule) -> list[Tensor]:
     given: dict[fx.Node, Any] = dict(zip(tg.graph.find_nodes(op="placeholder"), args, strict=True))
-    values = evaluate(plan, given, Widened(Boundary()) if plan.wide else natively)
+    values = evaluate(plan, given, Widened(Boundary()) if plan.wide else Native())
     return [values[node] for node in tg.output_nodes]
 
 
@@ -128,15 +131,82 @@ def test_each_operator_s_precision(
     seen: dict[str, torch.dtype] = {}
     run_one = Widened(Boundary())
 
-    def watched(node: fx.Node, env: dict[fx.Node, Any]) -> Any:
-        made = run_one(node, env)
-        seen[str(node.target)] = made.dtype
-        return made
+    def watched(node: fx.Node) -> Operation:
+        def looked_at(env: dict[fx.Node, Any]) -> Any:
+            made = run_one(node)(env)
+            seen[str(node.target)] = made.dtype
+            return made
+
+        return looked_at
 
     plan = schedule(tg.nodes(), tg.output_nodes, wide=True)
     evaluate(plan, dict(zip(tg.graph.find_nodes(op="placeholder"), args, strict=True)), watched)
     assert seen["aten.mm.default"] is product
     assert seen["aten.sum.default"] is sum_
+
+
+def test_what_only_products_read_or_make_is_held_as_they_have_it() -> None:
+    """A higher precision would be rounded away at once; whatever else is read keeps it."""
+
+    def layers(x: Tensor, w: Tensor, b: Tensor) -> list[Tensor]:
+        hidden = torch.tanh(x @ w)  # read by a product, through a view, alone
+        shown = torch.sigmoid(b)  # by a product and by a sum
+        return [(hidden.t() @ shown).exp(), shown.sum(0)]
+
+    args = [torch.randn(4, 4, dtype=torch.bfloat16) for _ in range(3)]
+    tg = trace(layers, args)
+    plan = schedule(tg.nodes(), tg.output_nodes, wide=True)
+    held = {
+        ops.op_name(part.target): dtype
+        for work in plan.works.values()
+        for part, _, dtype in work.results
+    }
+    assert held == {
+        "aten.mm.default": torch.bfloat16,
+        "aten.tanh.default": torch.bfloat16,
+        "aten.sigmoid.default": torch.float32,
+        "aten.exp.default": torch.float32,
+        "aten.sum.dim_IntList": torch.float32,
+    }
+    given = dict(zip(tg.graph.find_nodes(op="placeholder"), args, strict=True))
+    values = evaluate(plan, given, Widened(Boundary()))
+    x, w, b = args
+    hidden = torch.tanh((x @ w).float()).bfloat16()
+    shown = torch.sigmoid(b.float())
+    first, second = (values[node] for node in tg.output_nodes)
+    assert torch.equal(first, (hidden.t() @ shown.bfloat16()).float().exp())
+    torch.testing.assert_close(second, shown.sum(0))
+
+
+def test_a_product_s_dropout_is_not_rounded_to_halves() -> None:
+    """Masks are drawn beside `Widened`, from what a product has made."""
+    args = [torch.randn(16, 16, dtype=torch.bfloat16) for _ in range(2)]
+    tg = trace(lambda x, w: torch.native_dropout(x @ w, 0.1, True)[0], args)
+    plan = schedule(tg.nodes(), tg.output_nodes, wide=True)
+    given = dict(zip(tg.graph.find_nodes(op="placeholder"), args, strict=True))
+    masked = captured._with_masks(Widened(Boundary()), set(tg.nodes()), None, wide=True)
+    (value,) = evaluate(plan, given, masked).values()
+    product = (args[0] @ args[1]).float()
+    assert value.dtype is torch.float32
+    torch.testing.assert_close(value[value != 0], (product / 0.9)[value != 0])
+
+
+@pytest.mark.parametrize("wide", [False, True])
+def test_a_gradient_s_copy_to_its_layout_is_passed_on(wide: bool) -> None:
+    """Its target is not even made; one that something computes with has the layout it asked for."""
+
+    def copied(x: Tensor) -> list[Tensor]:
+        last, read = (torch.empty_strided((4, 6), (1, 4)) for _ in range(2))
+        read = torch.ops.aten.copy(read, x.exp())
+        return [torch.ops.aten.copy(last, x.exp()), read.t().reshape(24) * 2]
+
+    args = [torch.randn(4, 6)]
+    tg = trace(copied, args)
+    plan = schedule(tg.nodes(), tg.output_nodes, wide=wide)
+    ran = [ops.op_name(node.target) for verb, node in plan.actions if verb == "run"]
+    assert sum("empty" in name for name in ran) == 1
+    for value, expected in zip(run(tg, args, plan), copied(*args), strict=True):
+        torch.testing.assert_close(value, expected, check_dtype=not wide)
 
 
 @contextlib.contextmanager
@@ -159,7 +229,7 @@ def test_copies_go_to_the_host_when_there_is_no_room(monkeypatch: pytest.MonkeyP
     def copies(free: int | None, needed: int = 0) -> list[Tensor]:
         with _free(monkeypatch, free):
             place = room.Room(torch.device("cpu"), needed)
-            return [place.copy(t) for t in tensors]
+            return place.copies(tensors)
 
     copies(None)
     assert sent == []
@@ -181,4 +251,4 @@ def test_attention_stays_in_its_precision_on_a_gpu(device: str, kept: bool) -> N
         attention = torch.ops.aten._scaled_dot_product_cudnn_attention.default
         node = graph.call_function(attention, (q, q, q, None, True))
         node.meta["val"] = (q.meta["val"], q.meta["val"].new_empty(2, 3, 8, dtype=torch.float32))
-    assert reference._keeps_precision(node) == kept
+    assert keeps_precision(node) == kept

@@ -127,12 +127,17 @@ class UpdateHandle:
         """The parameter group of a flat index, with its options of now."""
         return self.optimizer.param_groups[self._group_of[index]]
 
-    def visible_step(self, index: int) -> float | None:
-        """The step count that the user sees in the optimizer's state, if there is one."""
+    def visible_steps(self, indices: Sequence[int]) -> list[float | None]:
+        """The step counts that the user sees in the optimizer's state, where there are any."""
         state = self.optimizer.state
-        param = self.params[index]
-        step = state[param].get("step") if param in state else None
-        return None if step is None else float(step)
+        params = [self.params[index] for index in indices]
+        steps = [state[p].get("step") if p in state else None for p in params]
+        by_device: dict[torch.device, list[Tensor]] = {}
+        for step in steps:
+            if isinstance(step, Tensor):
+                by_device.setdefault(step.device, []).append(step)
+        read = {d: iter(torch.stack(found).tolist()) for d, found in by_device.items()}
+        return [next(read[s.device]) if isinstance(s, Tensor) else s for s in steps]
 
     # -- binding a plan -----------------------------------------------------------------------
 

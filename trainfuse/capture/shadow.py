@@ -7,7 +7,8 @@ AOTAutograd's trace, nor the lift, nor a pass, nor a kernel.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,7 +22,7 @@ from autodiff.masks import ATTENTION, DROPOUT, Masks, installed
 from trainfuse.capture import compat
 from trainfuse.capture.optimizers import find_handle
 
-Copy = Callable[[Tensor], Tensor]
+Copies = Callable[[Sequence[Tensor]], list[Tensor]]
 
 
 @dataclass(slots=True)
@@ -59,6 +60,11 @@ class Shadow:
         self._args: Sequence[Any] = ()
         self._took_over = False
         self._written: frozenset[int] | None = None
+        self._eager = _Eager()
+
+    @functools.cached_property
+    def _forward(self) -> Callable[..., Any]:
+        return self._eager.forward_of(self.gm)
 
     def beside(self, run: Callable[..., Any]) -> Callable[..., Any]:
         """`run` over the graph's inputs, which `look` sees meanwhile.
@@ -79,28 +85,27 @@ class Shadow:
 
         return call
 
-    def look(self, copy: Copy, drawn: dict[int, Tensor] | None = None) -> Seen:
+    def look(self, copies: Copies, drawn: dict[int, Tensor] | None = None) -> Seen:
         """Run the step on the inputs of the call under way, and put back what it wrote of them.
 
-        copy: makes the copies that are kept. drawn: receives the dropout masks. The optimizer does
-        not run.
+        copies: makes those that are kept. drawn: receives the dropout masks. The optimizer does not
+        run.
         """
         seen, args = Seen(), self._args
         # the graph is a straight line: what its operators write, they write at every run
-        watch = _Writes(args, copy, self._written)
+        watch = _Writes(args, copies, self._written)
 
         def update(params: Sequence[Tensor], grads: Sequence[Tensor], _: int) -> None:
-            pairs = zip(params, grads, strict=True)
-            seen.gradients.append({id(p): copy(g) for p, g in pairs})
+            seen.gradients.append(dict(zip(map(id, params), copies(grads), strict=True)))
 
         try:
             with watch if self._written is None else contextlib.nullcontext():
                 outputs = self._run(args, update, seen, drawn)
             self._written = watch.kept
-            seen.outputs = [copy(o) if isinstance(o, Tensor) else o for o in outputs]
-            for i, arg in enumerate(args):
-                if isinstance(arg, Tensor) and watch.wrote(arg):
-                    seen.written[i] = copy(arg)
+            kept = iter(copies([o for o in outputs if isinstance(o, Tensor)]))
+            seen.outputs = [next(kept) if isinstance(o, Tensor) else o for o in outputs]
+            written = {i: arg for i, arg in enumerate(args) if watch.wrote(arg)}
+            seen.written = dict(zip(written, copies([*written.values()]), strict=True))
         finally:
             watch.undo()
         return seen
@@ -129,49 +134,84 @@ class Shadow:
                 stack.enter_context(torch.autocast(device, dtype, enabled))
             if masks is not None:
                 stack.enter_context(installed(masks))
-            outputs = _Eager(self.gm, update, masks).run(*args)
+            with self._eager.during(update, masks):
+                outputs = self._forward(*args)
         seen.draws = 0 if masks is None else masks.count
         return outputs
 
 
-class _Eager(fx.Interpreter):
-    """Runs Dynamo's graph with torch's own autograd, and `update` in the optimizer's place."""
+class _Eager:
+    """Dynamo's graphs under torch's own autograd, where some calls are others' during a run.
 
-    def __init__(
-        self, gm: fx.GraphModule, update: Callable[..., None], masks: Masks | None
-    ) -> None:
-        super().__init__(gm)
+    A graph runs as the text that torch.fx makes of it: one by one, its nodes' interpretation would
+    take longer than all that they do.
+    """
+
+    def __init__(self) -> None:
+        self._update: Callable[..., None] | None = None
+        self._masks: Masks | None = None
+        self._bodies: dict[fx.GraphModule, Callable[..., Any]] = {}
+        # the text holds these: each must be one object
+        self._instead = (self._updated, self._dropout, self._attend, self._checkpoint)
+
+    @contextlib.contextmanager
+    def during(self, update: Callable[..., None], masks: Masks | None) -> Iterator[None]:
+        """Within the block `update` runs in the optimizer's place, and dropout takes masks."""
         self._update, self._masks = update, masks
+        try:
+            yield
+        finally:
+            self._update = self._masks = None
 
-    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
-        """One call, but for those that only a trace understands."""
+    def forward_of(self, gm: fx.GraphModule) -> Callable[..., Any]:
+        """The graph as a function."""
+        graph = fx.Graph()
+        graph.output(graph.graph_copy(gm.graph, {}))
+        for node in graph.nodes:
+            if node.op == "call_function":
+                node.target = self._in_place_of(node.target)
+        return fx.GraphModule(gm, graph).forward
+
+    def _in_place_of(self, target: Any) -> Any:
+        updated, dropout, attend, checkpointed = self._instead
         if target is torch.ops.trainfuse.update:
-            return self._update(*args)
+            return updated
         if target is compat.linked_grad:
-            return torch.autograd.grad(*args, **kwargs)
+            return torch.autograd.grad
         if compat.is_checkpoint(target):
-            return self._checkpoint(*args)
-        if self._masks is not None and target is DROPOUT:
-            return self._masks.dropout(*args, **kwargs)
-        if self._masks is not None and target is ATTENTION:
-            return self._masks.attend(*args, **kwargs)
-        return super().call_function(target, args, kwargs)
+            return checkpointed
+        return {DROPOUT: dropout, ATTENTION: attend}.get(target, target)
 
-    def _checkpoint(self, body: fx.GraphModule, *args: Any) -> Any:
-        """A checkpointed stretch; its second run draws the masks of the first."""
+    def _updated(self, *args: Any) -> None:
+        assert self._update is not None
+        self._update(*args)
+
+    def _dropout(self, *args: Any, **kwargs: Any) -> Tensor:
+        masks = self._masks
+        return DROPOUT(*args, **kwargs) if masks is None else masks.dropout(*args, **kwargs)
+
+    def _attend(self, *args: Any, **kwargs: Any) -> Tensor:
+        masks = self._masks
+        return ATTENTION(*args, **kwargs) if masks is None else masks.attend(*args, **kwargs)
+
+    def _checkpoint(self, body: fx.GraphModule, *args: Any, **_: Any) -> Any:
+        """A checkpointed stretch, whatever its options; its second run draws the first's masks."""
         masks = self._masks
         first: list[int] = []
+        if body not in self._bodies:
+            self._bodies[body] = self.forward_of(body)
+        forward = self._bodies[body]
 
         def run(*inputs: Any) -> Any:
             if masks is None:
-                return _Eager(body, self._update, masks).run(*inputs)
+                return forward(*inputs)
             count = masks.count
             if first:
                 masks.count = first[0]
             else:
                 first.append(count)
             try:
-                return _Eager(body, self._update, masks).run(*inputs)
+                return forward(*inputs)
             finally:  # the second run stops, by an exception, once it has what it needs
                 masks.count = max(count, masks.count)
 
@@ -185,28 +225,29 @@ class _Writes(TorchDispatchMode):
     """
 
     def __init__(
-        self, inputs: Sequence[Any], copy: Copy, written: frozenset[int] | None = None
+        self, inputs: Sequence[Any], copies: Copies, written: frozenset[int] | None = None
     ) -> None:
         """written: positions of the inputs that are written, where an earlier run has shown it."""
         super().__init__()
-        self._copy = copy
+        self._copies = copies
         self._params: dict[int, list[Tensor]] = {}
         self._old: dict[int, Tensor] = {}
         self._tensors: dict[int, Tensor] = {}
         self._inputs = inputs
-        for place, value in enumerate(inputs):
-            if not isinstance(value, Tensor) or id(value) in self._old:
-                continue
-            if written is not None:
-                if place in written:
-                    self._keep(value)
-            elif isinstance(value, torch.nn.Parameter):
-                self._params.setdefault(_memory(value), []).append(value)
-            else:
-                self._keep(value)
+        self._changed: frozenset[int] | None = None
+        tensors = {place: value for place, value in enumerate(inputs) if isinstance(value, Tensor)}
+        if written is not None:
+            self._keep([tensors[place] for place in written])
+            return
+        params = [t for t in tensors.values() if isinstance(t, torch.nn.Parameter)]
+        for value in {id(t): t for t in params}.values():
+            self._params.setdefault(_memory(value), []).append(value)
+        self._keep([t for t in tensors.values() if not isinstance(t, torch.nn.Parameter)])
 
-    def _keep(self, value: Tensor) -> None:
-        self._tensors[id(value)], self._old[id(value)] = value, self._copy(value)
+    def _keep(self, values: Sequence[Tensor]) -> None:
+        new = {id(value): value for value in values}
+        self._tensors |= new
+        self._old |= dict(zip(new, self._copies([*new.values()]), strict=True))
 
     @property
     def kept(self) -> frozenset[int]:
@@ -225,14 +266,28 @@ class _Writes(TorchDispatchMode):
                     given = args[i] if i < len(args) else kwargs.get(argument.name)
                     for value in tree_leaves(given):
                         if isinstance(value, Tensor):
-                            for param in self._params.pop(_memory(value), ()):
-                                self._keep(param)
+                            self._keep(self._params.pop(_memory(value), ()))
         return func(*args, **kwargs)
 
-    def wrote(self, value: Tensor) -> bool:
-        """Whether this input has another value than before."""
-        old = self._old.get(id(value))
-        return old is not None and not torch.equal(old, value.detach().to(old.device))
+    def wrote(self, value: Any) -> bool:
+        """Whether this input has another value than before; asked when the graph has run."""
+        if self._changed is None:
+            self._changed = self._compare()
+        return id(value) in self._changed
+
+    def _compare(self) -> frozenset[int]:
+        """The inputs, of those kept, that have another value; waits for the device once."""
+        found: dict[torch.device, dict[int, Tensor]] = {}
+        for key, old in self._old.items():
+            now = self._tensors[key].detach().to(old.device)
+            # a NaN is unlike itself: it is put back, and does no harm
+            found.setdefault(old.device, {})[key] = (old != now).any()
+        return frozenset(
+            key
+            for flags in found.values()
+            for key, changed in zip(flags, torch.stack([*flags.values()]).tolist(), strict=True)
+            if changed
+        )
 
     def undo(self) -> None:
         """Put the old values back."""

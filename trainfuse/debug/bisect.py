@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from autodiff.compare import rms, rmse
+from autodiff.norms import rms, rmse
 from trainfuse.debug.explain import GroupRow, line_summary, op_summary
 from trainfuse.debug.preserve import leaves_of, preserved, run_through
 

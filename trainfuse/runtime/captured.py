@@ -12,22 +12,15 @@ from torch import Tensor, fx
 
 from autodiff import ops
 from autodiff.masks import Masks
-from autodiff.reference import Environment
+from autodiff.reference import Environment, Operation, widen
 from trainfuse.runtime.fallback import Boundary
-from trainfuse.runtime.reference import (
-    Run,
-    Schedule,
-    Widened,
-    constants,
-    count_of,
-    evaluate,
-    natively,
-    schedule,
-)
+from trainfuse.runtime.reference import Native, Run, Widened, constants, evaluate
+from trainfuse.runtime.reference_schedule import Schedule, computing_dtype, count_of, schedule
 from trainfuse.runtime.room import SHARE, Room, device_of, free_bytes
 
 if TYPE_CHECKING:
     from trainfuse.capture.lift import Captured
+    from trainfuse.capture.shadow import Copies
 
 _DROPOUT = torch.ops.aten.native_dropout.default
 
@@ -83,7 +76,8 @@ class CapturedStep:
         self.draws = len(dropouts)
         self._mask_bytes = sum(count_of(n.meta["val"][0]) for n in dropouts)
         self._drawn: dict[int, Tensor] | None = None
-        self._unbounded: dict[bool, Schedule] = {}
+        self._unbounded: dict[tuple[bool, str], Schedule] = {}
+        self._native = Native()
         self._widened: dict[str, Widened] = {}
 
     @property
@@ -93,9 +87,10 @@ class CapturedStep:
 
     def _whole(self, *, wide: bool) -> Schedule:
         """The evaluation where memory is plenty: planned once."""
-        if wide not in self._unbounded:
-            self._unbounded[wide] = schedule(self.tg.nodes(), self._wanted, wide=wide)
-        return self._unbounded[wide]
+        key = wide, torch.get_float32_matmul_precision()  # in TF32, products stay what they are
+        if key not in self._unbounded:
+            self._unbounded[key] = schedule(self.tg.nodes(), self._wanted, wide=wide)
+        return self._unbounded[key]
 
     def schedule(self, budget: int | None, keep: int | None, *, wide: bool) -> Schedule:
         """How everything that the step makes is evaluated within `budget` bytes.
@@ -142,11 +137,11 @@ class CapturedStep:
         return {**given, **constants(self.tg.gm)}
 
     def _runner(self, wide: bool) -> Run:
-        run: Run = natively
+        run: Run = self._native
         if wide:  # what runs wide depends on whether products may be in TF32
             precision = torch.get_float32_matmul_precision()
             run = self._widened.setdefault(precision, Widened(self.boundary))
-        return _with_masks(run, self._live, self._drawn) if self._fast_rng else run
+        return _with_masks(run, self._live, self._drawn, wide=wide) if self._fast_rng else run
 
     def _results(self, of: Callable[[fx.Node], Tensor]) -> Results:
         return Results(
@@ -166,7 +161,7 @@ class CapturedStep:
             {name: args[place] for name, place in self._places.items()},
         )
 
-    def seen(self, args: Sequence[Any], copy: Callable[[Tensor], Tensor]) -> Results | None:
+    def seen(self, args: Sequence[Any], copies: Copies) -> Results | None:
         """What eager autograd makes of the step, from Dynamo's graph.
 
         None where there is no such graph, or where it drew other dropout masks than the plan will.
@@ -174,7 +169,7 @@ class CapturedStep:
         if self.shadow is None:
             return None
         with _same_draws(args):
-            seen = self.shadow.look(copy, self._drawn)
+            seen = self.shadow.look(copies, self._drawn)
         if seen.draws != self.draws or len(seen.gradients) != len(self.updates):
             return None
         results = Results()
@@ -207,12 +202,15 @@ class CapturedStep:
         flags = {n: _broken(t) for n, value in given.items() for t in _floating(value)}
         run = self._runner(wide=False)
 
-        def watched(node: fx.Node, env: Environment) -> Any:
-            made = run(node, env)
-            found = [_broken(t) for t in _floating(made)]
-            if found:
-                flags[node] = torch.stack([f.to(found[0].device) for f in found]).amax(0)
-            return made
+        def watched(node: fx.Node) -> Operation:
+            def looked_at(env: Environment) -> Any:
+                made = run(node)(env)
+                found = [_broken(t) for t in _floating(made)]
+                if found:
+                    flags[node] = torch.stack([f.to(found[0].device) for f in found]).amax(0)
+                return made
+
+            return looked_at
 
         free = free_bytes(device_of(args))
         budget = None if free is None else int(SHARE * free)
@@ -278,17 +276,20 @@ def _alike(value: Any, node: fx.Node) -> bool:
     return (tuple(value.shape), value.dtype) == (tuple(like.shape), like.dtype)
 
 
-def _with_masks(run: Run, live: set[fx.Node], drawn: dict[int, Tensor] | None) -> Run:
+def _with_masks(
+    run: Run, live: set[fx.Node], drawn: dict[int, Tensor] | None, *, wide: bool
+) -> Run:
     """Dropout by the program's masks; a dropout that nothing reads draws none."""
     masks = Masks(drawn=drawn)
 
-    def masked(node: fx.Node, env: Environment) -> Any:
+    def masked(node: fx.Node) -> Operation:
         if node.target is not _DROPOUT or node not in live:
-            return run(node, env)
+            return run(node)
         if len(node.args) > 2 and node.args[2] is False:
-            return run(node, env)
+            return run(node)
         arguments: Any = node.args
-        return masks.scaled(env[arguments[0]], float(arguments[1]))
+        dtype = computing_dtype(node) if wide else None
+        return lambda env: masks.scaled(widen(env[arguments[0]], dtype), float(arguments[1]))
 
     return masked
 

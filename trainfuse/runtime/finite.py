@@ -23,12 +23,13 @@ def losses(outputs: Iterable[Any]) -> list[Tensor]:
     ]
 
 
+@torch.no_grad()
 def all_finite(tensors: Iterable[Tensor]) -> bool:
     """Whether every element of every floating tensor is finite; waits for the device once."""
     alike: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for tensor in tensors:
         if tensor.is_floating_point() and tensor.numel():
-            alike.setdefault((tensor.device, tensor.dtype), []).append(tensor.detach())
+            alike.setdefault((tensor.device, tensor.dtype), []).append(tensor)
     by_device: dict[torch.device, list[Tensor]] = {}
     for (device, _), found in alike.items():
         by_device.setdefault(device, []).append(torch.stack(torch._foreach_norm(found, 1)).double())

@@ -14,7 +14,8 @@ from autodiff.mismatch import WORKING_BYTES, mismatch
 from autodiff.reference import Environment
 from trainfuse.runtime import ties
 from trainfuse.runtime.fallback import Boundary
-from trainfuse.runtime.reference import Widened, evaluate, natively, schedule
+from trainfuse.runtime.reference import Native, Widened, evaluate
+from trainfuse.runtime.reference_schedule import schedule
 from trainfuse.runtime.room import SHARE, device_of, free_bytes
 
 if TYPE_CHECKING:
@@ -94,7 +95,7 @@ def _evaluated(
     budget = None if free is None else int(SHARE * free)
     keep = None if budget is None else budget // 4
     plan = schedule(nodes, wanted, wide=wide, budget=budget, keep=keep)
-    return evaluate(plan, env, Widened(Boundary()) if wide else natively)
+    return evaluate(plan, env, Widened(Boundary()) if wide else Native())
 
 
 def bytes_to_check(group: FusionGroup) -> int:

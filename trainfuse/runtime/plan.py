@@ -25,7 +25,7 @@ from trainfuse.runtime.cuda_graph import (
 from trainfuse.runtime.foreach import UpdateCall
 from trainfuse.runtime.gate import Gate, bytes_to_check
 from trainfuse.runtime.program import Program, RuntimeOptions, build_program
-from trainfuse.runtime.reference import bytes_of
+from trainfuse.runtime.reference_schedule import bytes_of
 from trainfuse.runtime.room import EVERYTHING, device_of, empty, free_bytes
 from trainfuse.runtime.snapshot import Snapshot, entries_restored_on_failure
 

@@ -26,6 +26,7 @@ LARGEST_BYTES = 2 << 30
 """Inputs beyond this are described, not saved: a full disk would stop the run."""
 _ROOT = Path(__file__).parents[2]
 LIBRARIES = (
+    "autodiff/norms.py",
     "autodiff/compare.py",
     "autodiff/mismatch.py",
     "autodiff/philox.py",

@@ -47,21 +47,45 @@ class Room:
         self.left -= size if fits else 0
         return fits
 
-    def copy(self, tensor: Tensor) -> Tensor:
-        """A copy of a tensor, on its device while there is room."""
-        tensor = tensor.detach()
+    def copies(self, tensors: Iterable[Tensor]) -> list[Tensor]:
+        """Copies of tensors, each on its device while there is room."""
+        made: list[Tensor] = []
+        here: list[tuple[Tensor, Tensor]] = []
+        for tensor in tensors:
+            copy = self._empty_like(tensor)
+            if copy is None:
+                copy = to_host(tensor)
+            else:
+                here.append((copy, tensor))
+            made.append(copy)
+        copy_together(here)
+        return made
+
+    def _empty_like(self, tensor: Tensor) -> Tensor | None:
+        """Memory for a copy on the device, or None where there is no room."""
         if self.take(tensor.numel() * tensor.element_size()):
             try:
-                return tensor.clone()
+                return torch.empty_like(tensor)
             except torch.OutOfMemoryError:
                 self.left = 0
-        return to_host(tensor)
+        return None
 
 
 def empty() -> None:
     """Give back what nothing holds any more, after an attempt that ran out of memory."""
     gc.collect()  # an exception's frames may hold tensors in cycles
     torch.cuda.empty_cache()
+
+
+def copy_together(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
+    """Copy into the first of each pair: tensors of a device and an element type in one launch."""
+    alike: dict[tuple[torch.device, torch.dtype], list[tuple[Tensor, Tensor]]] = {}
+    for target, source in pairs:
+        alike.setdefault((source.device, source.dtype), []).append((target, source))
+    with torch.no_grad():
+        for found in alike.values():
+            targets, sources = zip(*found, strict=True)
+            torch._foreach_copy_(targets, sources)
 
 
 def bytes_of_tensors(tensors: Iterable[Tensor]) -> int:

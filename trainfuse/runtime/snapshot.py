@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from trainfuse.runtime.room import Room, bytes_of_tensors, device_of
+from trainfuse.runtime.room import Room, bytes_of_tensors, copy_together, device_of
 
 if TYPE_CHECKING:
     from trainfuse.capture.optimizers import UpdateHandle
@@ -29,7 +29,7 @@ class Snapshot:
         self._written = list({id(t): t for t in tensors}.values())
         self._params = list(params)
         room = Room(device_of(self._written), needed, bytes_of_tensors(self._written))
-        self._saved = [room.copy(t) for t in self._written]
+        self._saved = room.copies(self._written)
         self._place = {id(t): i for i, t in enumerate(self._written)}
         self._devices = sorted({t.device.index for t in self._written if t.device.type == "cuda"})
         self._remember()
@@ -46,8 +46,7 @@ class Snapshot:
 
     def take(self) -> None:
         """Copy everything again, as it is now."""
-        if self._saved:  # a region may write nothing
-            torch._foreach_copy_(self._saved, [t.detach() for t in self._written])
+        copy_together(zip(self._saved, self._written, strict=True))
         self._remember()
 
     def old(self, tensor: Tensor) -> Tensor:
@@ -66,9 +65,7 @@ class Snapshot:
                 self._restore()
 
     def _restore(self) -> None:
-        with torch.no_grad():
-            for tensor, old in zip(self._written, self._saved, strict=True):
-                tensor.copy_(old)
+        copy_together(zip(self._written, self._saved, strict=True))
         for param, grad in self._grads:
             param.grad = grad
         torch.set_rng_state(self._cpu_state)

@@ -11,8 +11,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from autodiff.compare import TensorError, judge, luck, measure
+from autodiff.compare import TensorError, judge, luck
 from autodiff.mismatch import wrong_integers
+from autodiff.norms import Figures, measure
 from trainfuse.errors import GradientMismatch
 from trainfuse.log import get_logger
 from trainfuse.runtime.captured import CapturedStep, Results, by_name
@@ -44,10 +45,14 @@ class StepMismatch(Exception):
 
 @dataclass(frozen=True, slots=True)
 class References:
-    """What the step makes: by eager autograd (or ATen where there is none), and in fp64."""
+    """What the step makes: by eager autograd (or ATen where there is none), and in fp64.
+
+    known: what `measure` gave for the two, of each update's gradients, by name.
+    """
 
     native: Results
     exact: Results
+    known: Sequence[Mapping[str, Figures]]
 
 
 class StepGate:
@@ -77,7 +82,11 @@ class StepGate:
                 exact = captured.run(args, wide=True, on_host=on_host)
                 if native is None:
                     native = captured.run(args, wide=False, on_host=on_host)
-                elif self._suspicious(native, exact):
+                    return References(native, exact, [{}] * len(native.gradients))
+                pairs = _pairs(native, exact)
+                odd = any(theirs.keys() != ours.keys() for theirs, ours in pairs)
+                known = [] if odd else _figures(pairs)
+                if odd or self._suspicious(known):
                     own = captured.run(args, wide=False, on_host=on_host)
                     self._check_capture(native, own, exact)
         except torch.OutOfMemoryError:
@@ -85,26 +94,23 @@ class StepGate:
                 raise
             _log.warning("the step was not compared: no memory for its reference")
             return None
-        return References(native, exact)
+        return References(native, exact, known)
 
     def _eager(self, args: Sequence[Any], room: Room) -> Results | None:
         captured = self.captured
-        seen = captured.boundary.attempt(lambda: captured.seen(args, room.copy), "step")
+        seen = captured.boundary.attempt(lambda: captured.seen(args, room.copies), "step")
         if isinstance(seen, str):
             _log.info("eager autograd could not run Dynamo's graph: %s", seen)
             return None
         return seen
 
-    def _suspicious(self, eager: Results, exact: Results) -> bool:
+    def _suspicious(self, found: Sequence[Mapping[str, Figures]]) -> bool:
         """Whether eager is further from the captured graph than rounding explains at a glance."""
         halves = {torch.float16, torch.bfloat16} & self.captured.dtypes
         share = _SUSPICIOUS * (30 if halves else 1)
-        for theirs, ours in _pairs(eager, exact):
-            if theirs.keys() != ours.keys():
-                return True
-            figures = measure([(theirs[name], ours[name]) for name in ours])
-            scale = max((size for size, _ in figures), default=0.0)
-            if any(not error <= share * size + _NOISE * scale for size, error in figures):
+        for figures in found:
+            scale = max((size for size, _ in figures.values()), default=0.0)
+            if any(not error <= share * s + _NOISE * scale for s, error in figures.values()):
                 return True
         return False
 
@@ -129,8 +135,12 @@ class StepGate:
         native: Mapping[str, Tensor],
         exact: Mapping[str, Tensor],
         part: Part,
+        known: Mapping[str, Figures] | None = None,
     ) -> None:
-        """Reject what is further from fp64 than the factor allows."""
+        """Reject what is further from fp64 than the factor allows.
+
+        known: what `measure` gave for native and exact.
+        """
         factor = self.factor * (_CAPTURE_LEEWAY if part == "capture" else 1.0)
         whole = {n for n, t in native.items() if not t.is_floating_point()}
         for name in sorted(whole):
@@ -140,7 +150,7 @@ class StepGate:
         # an update may take a half gradient and cast it itself
         mine = {n: ours[n].to(native[n].dtype) if part == "gradient" else ours[n] for n in names}
         theirs, fp64 = ({n: values[n] for n in names} for values in (native, exact))
-        errors = judge(mine, theirs, fp64, k=factor)
+        errors = judge(mine, theirs, fp64, k=factor, known=known)
         # a few elements may have been lucky in eager
         room = {name: factor * luck(theirs[name].numel()) for name in names}
         wrong = [e for e in errors if not e.ratio <= room[e.name]]
@@ -203,7 +213,7 @@ class StepCheck:
         ours = dict(zip(self.gate.captured.params(number), grads, strict=True))
         native, exact = self.references.native, self.references.exact
         theirs, fp64 = native.gradients[number], exact.gradients[number]
-        self.gate.compare(ours, theirs, fp64, "gradient")
+        self.gate.compare(ours, theirs, fp64, "gradient", self.references.known[number])
         _log.info("update %d: %d gradients as eager's", number, len(ours))
 
     def after(self, call: UpdateCall, params: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
@@ -240,6 +250,13 @@ def _pairs(eager: Results, ours: Results) -> list[tuple[Values, Values]]:
     names = {n for n in eager.written if n in ours.written}
     written = {n: t for n, t in ours.written.items() if n in names}
     return [*pairs, (eager.written, written)]
+
+
+def _figures(pairs: Sequence[tuple[Values, Values]]) -> list[dict[str, Figures]]:
+    """`measure` of pairs of the same names: of all of them at once."""
+    items = [(theirs[name], ours[name]) for theirs, ours in pairs for name in ours]
+    found = iter(measure(items))
+    return [{name: next(found) for name in ours} for _, ours in pairs]
 
 
 def _chosen(values: Mapping[str, Tensor], names: Sequence[str]) -> Values:

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from autodiff.compare import TensorError, excess, luck, measure
+from autodiff.compare import TensorError, excess, luck
+from autodiff.norms import measure_parts
 from trainfuse.runtime.room import SHARE, free_bytes
 
 if TYPE_CHECKING:
@@ -35,6 +36,11 @@ class _Piece:
     before: Tensors
     grad: Tensor
 
+    def cut(self, part: Callable[[Tensor], Tensor]) -> _Piece:
+        """A part of it: the same of each tensor."""
+        now, before = ({r: part(t) for r, t in v.items()} for v in (self.now, self.before))
+        return _Piece(self.position, now, before, part(self.grad))
+
 
 def wrong_update(
     call: UpdateCall,
@@ -49,10 +55,22 @@ def wrong_update(
     tensor held before. Learning rate, betas and step count are read from the optimizer, as torch's
     own step would read them.
     """
+    with torch.no_grad():
+        return _wrong_update(call, params, grads, old, factor)
+
+
+def _wrong_update(
+    call: UpdateCall,
+    params: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    old: Callable[[Tensor], Tensor],
+    factor: float,
+) -> tuple[int, TensorError] | None:
     handle = call.handle
     for bucket in call.buckets:
         device = params[bucket.positions[0]].device
-        steps = {p: handle.visible_step(call.indices[p]) for p in bucket.positions}
+        counts = handle.visible_steps([call.indices[p] for p in bucket.positions])
+        steps = dict(zip(bucket.positions, counts, strict=True))
         if "step" in bucket.template.written:
             counted = handle.step_vector(device).tolist()
             for position, step in steps.items():
@@ -100,19 +118,16 @@ def _batches(pieces: Iterable[_Piece], size: int) -> Iterator[list[_Piece]]:
     batch: list[_Piece] = []
     left = size
     for whole in pieces:
-        flat = {role: t.detach().reshape(-1) for role, t in whole.now.items()}
-        before = {role: t.detach().reshape(-1) for role, t in whole.before.items()}
-        grad = whole.grad.detach().reshape(-1)
-        start = 0
-        while start < grad.numel():
-            part = slice(start, min(start + left, grad.numel()))
-            values = ({r: t[part] for r, t in group.items()} for group in (flat, before))
-            batch.append(_Piece(whole.position, *values, grad[part]))
-            left -= part.stop - start
-            start = part.stop
-            if not left:
-                yield batch
-                batch, left = [], size
+        rest = whole.cut(lambda t: t.reshape(-1))
+        while (count := rest.grad.numel()) > left:
+            if left:
+                batch.append(rest.cut(lambda t: t[:left]))  # noqa: B023  # called at once
+            yield batch
+            rest = rest.cut(lambda t: t[left:])  # noqa: B023
+            batch, left = [], size
+        if count:
+            batch.append(rest)
+            left -= count
     if batch:
         yield batch
 
@@ -126,17 +141,15 @@ def _add(call: UpdateCall, step: float | None, batch: Sequence[_Piece], squares:
     grad = torch.cat([piece.grad.to(device) for piece in batch])
     lengths = [piece.grad.numel() for piece in batch]
     native, exact = (
-        {role: made[role].split(lengths) for role in roles}
-        for dtype in (None, torch.float64)
-        for made in [_by_torch(call, index, step, before, grad, dtype)]
+        _by_torch(call, index, step, before, grad, dtype) for dtype in (None, torch.float64)
     )
-    places = [(i, role) for i in range(len(batch)) for role in roles]
-    figures = measure([(batch[i].now[r], native[r][i], exact[r][i]) for i, r in places])
-    for (i, role), found in zip(places, figures, strict=True):
-        sums = squares.setdefault((batch[i].position, role), [0.0, 0.0, 0.0])
-        squares[batch[i].position, role] = [
-            total + lengths[i] * figure * figure for total, figure in zip(sums, found, strict=True)
-        ]
+    flat = [(torch.cat([p.now[r] for p in batch]), native[r], exact[r]) for r in roles]
+    for role, figures in zip(roles, measure_parts(flat, lengths), strict=True):
+        for piece, count, found in zip(batch, lengths, figures, strict=True):
+            sums = squares.setdefault((piece.position, role), [0.0, 0.0, 0.0])
+            squares[piece.position, role] = [
+                total + count * figure * figure for total, figure in zip(sums, found, strict=True)
+            ]
 
 
 def _worst(

@@ -11,7 +11,8 @@ from the same generator, through `fused_masks`.
 
 from __future__ import annotations
 
-from autodiff.compare import GradientReport, TensorError, judge, rmse
+from autodiff.compare import GradientReport, TensorError, judge
+from autodiff.norms import rmse
 from trainfuse.testing.functions import assert_gradients_match
 from trainfuse.testing.interpreter import rounded_bf16
 from trainfuse.testing.reference import double_precision, fused_masks

@@ -8,7 +8,8 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from autodiff.compare import SMALL_TENSOR, judge, luck, rms, rmse
+from autodiff.compare import SMALL_TENSOR, judge, luck
+from autodiff.norms import rms, rmse
 from tests.gradients.op_db.runs import Outcome
 
 K = 2.0

@@ -1,0 +1,224 @@
+"""Root mean squares of many tensors and of their errors: few launches, one wait for the device."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+
+import torch
+
+Figures = tuple[float, ...]
+_PIECE = 1 << 22
+"""Elements that are held in fp64 at a time."""
+_FRACTION_SMALL, _FRACTION_TOGETHER = 16, 4
+"""Parts of a piece: tensors up to one are laid end to end, until they are the other together."""
+
+
+def rms(x: torch.Tensor) -> float:
+    """Root mean square in fp64, over the finite elements."""
+    return measure([(x,)])[0][0]
+
+
+def rmse(x: torch.Tensor, reference: torch.Tensor, eager: torch.Tensor | None = None) -> float:
+    """Root mean square error against fp64.
+
+    Where the reference isn't finite, x must be NaN or infinite exactly as eager is: else inf. The
+    tensors may be on several devices; at most _PIECE elements at a time are copied to that of x.
+    """
+    if eager is None:
+        return measure([(x, reference)])[0][1]
+    return measure([(x, eager, reference)])[0][2]
+
+
+@torch.no_grad()
+def measure(
+    items: Sequence[tuple[torch.Tensor, ...]], known: Sequence[Figures | None] | None = None
+) -> list[Figures]:
+    """RMS figures of many tensors, waiting for each device once.
+
+    items: (exact,), (eager, exact) or (ours, eager, exact). Returns the size of exact, then the
+    errors of eager and ours, as `rms` and `rmse` define them. known: for items of three, what
+    the last two of them gave; only the error of ours is then measured.
+    """
+    norms = _Norms()
+    given = known or [None] * len(items)
+    places = [norms.add(i, k is None) for i, k in zip(items, given, strict=True)]
+    values = norms.read()
+    results: list[Figures] = []
+    for item, before, place in zip(items, given, places, strict=True):
+        count = max(item[0].numel(), 1)
+        width = len(item) if before is None else 1
+        parts = [[values[item[0].device][i] for i in piece] for piece in place] or [[0.0] * width]
+        figures = tuple(math.hypot(*part) / math.sqrt(count) for part in zip(*parts, strict=True))
+        figures = (before or ()) + figures
+        # a norm is finite where every element is
+        finite = all(map(math.isfinite, figures))
+        results.append(figures if finite else _measure_special(*item))
+    return results
+
+
+@torch.no_grad()
+def measure_parts(
+    items: Sequence[tuple[torch.Tensor, ...]], lengths: Sequence[int]
+) -> list[list[Figures]]:
+    """`measure` of consecutive parts of flat tensors of one device, by item and part.
+
+    lengths: of the parts, none of them zero, together a tensor's length.
+    """
+    made = [torch.stack(_norms_of_parts(item, lengths, whole=True)) for item in items]
+    values = torch.stack([norms.view(-1, len(lengths)) for norms in made]).tolist()
+    results: list[list[Figures]] = []
+    for item, norms in zip(items, values, strict=True):
+        found = [
+            tuple(norm / math.sqrt(count) for norm in part)
+            for count, *part in zip(lengths, *norms, strict=True)
+        ]
+        for i, figures in enumerate(found):
+            if not all(map(math.isfinite, figures)):
+                found[i] = _measure_special(*(t.split(list(lengths))[i] for t in item))
+        results.append(found)
+    return results
+
+
+def _norms_of_parts(
+    columns: Sequence[torch.Tensor], lengths: Sequence[int], whole: bool
+) -> list[torch.Tensor]:
+    """Norms of consecutive parts: of the last tensor's, if whole, then of the others' errors."""
+    differences = _differences(columns, whole)
+    return [*torch._foreach_norm([p for d in differences for p in d.split(list(lengths))])]
+
+
+class _Norms:
+    """Norms of exact tensors and of differences from them.
+
+    A large tensor has launches of its own, small ones together: of these it is the launches and
+    not the bytes that take time.
+    """
+
+    def __init__(self) -> None:
+        self._made: dict[torch.device, list[torch.Tensor]] = {}
+        self._waiting: dict[object, _Together] = {}
+
+    def add(self, item: tuple[torch.Tensor, ...], whole: bool) -> list[list[int]]:
+        """Take note of one item; returns where the figures of its pieces will be, after `read`.
+
+        whole: False for the error of the first tensor alone.
+        """
+        places: list[list[int]] = []
+        for piece in _pieces(*item) if item[0].numel() else ():
+            if not whole:
+                piece = (piece[0], piece[-1])
+            place: list[int] = []
+            places.append(place)
+            if piece[0].numel() * _FRACTION_SMALL > _PIECE:
+                norms = [torch.linalg.vector_norm(t) for t in _differences(piece, whole)]
+                place += self._keep(piece[0].device, norms)
+                continue
+            key = (piece[0].device, whole, *(t.dtype for t in piece))
+            together = self._waiting.setdefault(key, _Together(whole))
+            together.add([t.reshape(-1) for t in piece], place)
+            if together.count * _FRACTION_TOGETHER >= _PIECE:
+                self._launch(self._waiting.pop(key))
+        return places
+
+    def _keep(self, device: torch.device, norms: Sequence[torch.Tensor]) -> range:
+        made = self._made.setdefault(device, [])
+        first = len(made)
+        made += norms
+        return range(first, len(made))
+
+    def _launch(self, together: _Together) -> None:
+        columns = [torch.cat(column) for column in zip(*together.rows, strict=True)]
+        lengths = [row[0].numel() for row in together.rows]
+        kept = self._keep(columns[0].device, _norms_of_parts(columns, lengths, together.whole))
+        for i, place in enumerate(together.places):
+            place += kept[i :: len(lengths)]
+
+    def read(self) -> dict[torch.device, list[float]]:
+        """The norms, by device; waits for each."""
+        for together in self._waiting.values():
+            self._launch(together)
+        self._waiting.clear()
+        return {device: torch.stack(made).tolist() for device, made in self._made.items()}
+
+
+class _Together:
+    """Flat pieces of the same element types, and where each one's figures go."""
+
+    def __init__(self, whole: bool) -> None:
+        self.whole, self.count = whole, 0
+        self.rows: list[list[torch.Tensor]] = []
+        self.places: list[list[int]] = []
+
+    def add(self, row: list[torch.Tensor], place: list[int]) -> None:
+        """One more."""
+        self.rows.append(row)
+        self.places.append(place)
+        self.count += row[0].numel()
+
+
+def _differences(piece: Sequence[torch.Tensor], whole: bool) -> Iterator[torch.Tensor]:
+    """The last of some tensors in fp64, if asked for, and how far the others are from it."""
+    *others, exact = piece
+    exact = exact.double()
+    if whole:
+        yield exact
+    for other in reversed(others):
+        yield _wide(other) - exact
+
+
+def _pieces(*tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
+    """The tensors, or flat pieces of large ones, where the first one is."""
+    device, shape = tensors[0].device, tensors[0].shape
+    if tensors[0].numel() <= _PIECE and all(
+        (t.device, t.shape) == (device, shape) for t in tensors
+    ):
+        yield tensors
+        return
+    flat = [t.reshape(-1).split(_PIECE) for t in tensors]
+    for parts in zip(*flat, strict=True):
+        yield tuple(part.to(device) for part in parts)
+
+
+def _wide(x: torch.Tensor) -> torch.Tensor:
+    # a subtraction itself widens, but not every type has one
+    return x if x.is_floating_point() and x.dtype.itemsize > 1 else x.double()
+
+
+def _measure_special(*item: torch.Tensor) -> tuple[float, ...]:
+    """The figures of one tensor that has NaN, infinity, or squares beyond fp64."""
+    *others, exact = item
+    figures = [_rms_where_finite(exact)]
+    if others:
+        figures.append(_rmse_where_finite(others[-1], exact))
+    if len(others) == 2:
+        figures.append(_rmse_where_finite(others[0], exact, others[1]))
+    return tuple(figures)
+
+
+def _rms_where_finite(x: torch.Tensor) -> float:
+    total = count = torch.zeros((), dtype=torch.float64, device=x.device)
+    for (part,) in _pieces(x):
+        piece = part.double()
+        finite = torch.isfinite(piece)
+        total = total + torch.where(finite, piece, 0.0).square().sum()
+        count = count + finite.sum()
+    return float((total / count.clamp(min=1)).sqrt())
+
+
+def _rmse_where_finite(
+    x: torch.Tensor, reference: torch.Tensor, eager: torch.Tensor | None = None
+) -> float:
+    total = count = torch.zeros((), dtype=torch.float64, device=x.device)
+    alike = torch.ones((), dtype=torch.bool, device=x.device)
+    for piece in _pieces(x, *([] if eager is None else [eager]), reference):
+        mine, exact = piece[0].double(), piece[-1].double()
+        finite = torch.isfinite(exact)
+        if eager is not None:
+            theirs = piece[1].double()
+            finite &= torch.isfinite(theirs)  # an overflow that eager has too is no error of ours
+            same = (mine == theirs) | (mine.isnan() & theirs.isnan())
+            alike = alike & (same | finite).all()
+        total = total + torch.where(finite, mine - exact, 0.0).square().sum()
+        count = count + finite.sum()
+    return float((total / count.clamp(min=1)).sqrt()) if bool(alike) else math.inf
