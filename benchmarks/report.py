@@ -38,6 +38,8 @@ _GATE = (
     "step itself; medians of single calls. Peaks: what is allocated, with model and optimizer."
 )
 
+_HEAD = "A linear layer and its cross-entropy, forward and backward: rows x width x classes of"
+
 Row = dict[str, Any]
 
 
@@ -105,6 +107,19 @@ def gate_table(rows: list[Row]) -> str:
     return "\n".join(lines)
 
 
+def head_table(rows: list[Row]) -> str:
+    """Markdown table: a linear layer and its loss by each contender."""
+    lines = [
+        "contender | ms | spread | peak GiB | weight gradient error",
+        "---|---:|---:|---:|---:",
+    ]
+    for row in rows:
+        cells = [f"{row[key]:.4g}" for key in ("ms", "ms_spread", "peak_gib")]
+        error = row["weight_gradient_error"]
+        lines.append(" | ".join((row["contender"], *cells, f"{error:.3g}")))
+    return "\n".join(lines)
+
+
 def section(suite: str, result: dict[str, Any]) -> str:
     """One results file as the README shows it: conditions, table, set-ups."""
     if suite == "kernels":
@@ -114,6 +129,10 @@ def section(suite: str, result: dict[str, Any]) -> str:
         f"{e['gpu']}, driver {e['driver']}, torch {e['torch']}, triton {e['triton']}, "
         f"Python {e['python']}, {kernel_report.measured_at(result)}, {e['date']}."
     )
+    command = f"`python -m benchmarks.{suite}`"
+    if suite == "head":
+        size = " x ".join(map(str, result["size"]))
+        return f"{conditions}\n{_HEAD} {size}. {command}\n\n{head_table(result['rows'])}"
     setups = {row["case"]: row["note"].split("; ")[0] for row in result["rows"]}
     notes = "\n".join(f"- `{case}`: {note}." for case, note in setups.items())
     if suite == "gate":
@@ -121,7 +140,6 @@ def section(suite: str, result: dict[str, Any]) -> str:
     else:
         shown, more = (memory_table, _BUDGET) if suite == "memory" else (table, _ERROR)
         meaning = f"{_STEPS} {more}"
-    command = f"`python -m benchmarks.{suite}`"
     return f"{conditions}\n{meaning} {command}\n\n{shown(result['rows'])}\n\n{notes}"
 
 

@@ -8,11 +8,12 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
-from codegen_support import lowered, trace
+from codegen_support import error, lowered, reference, run_case, trace
 from torch import Tensor
 
 from autodiff.ops import op_name
-from trainfuse.codegen.coarse import coarse_nodes
+from trainfuse.codegen import interpreted
+from trainfuse.codegen.coarse import coarse_nodes, probability
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 DECOMPOSED = torch._decomp.get_decompositions(
@@ -34,14 +35,30 @@ CASES: dict[str, tuple[Callable[..., object], torch.dtype, bool]] = {
     "half arithmetic": (lambda x: x.exp(), BF16, True),
     "a product": (lambda x: (x.exp() * 3).to(BF16), FP32, True),
     "differences of exponentials cancel": (lambda x: (x.exp() - 1).to(BF16), FP32, False),
-    "of a difference": (lambda x: ((x - 2).exp() - 1).to(BF16), FP32, True),
+    "of a difference": (lambda x: ((x - 2).exp() - 1).to(BF16), FP32, False),
+    "of the distance from the peak": (
+        lambda x: ((x - x.amax(-1, True)).exp() * 3).to(BF16),
+        FP32,
+        True,
+    ),
+    "close to the peak, less one": (
+        lambda x: ((x - x.amax(-1, True)).exp() - 1).to(BF16),
+        FP32,
+        False,
+    ),
+    "another row's peak": (
+        lambda x: (x - (x * 2).amax(-1, True)).exp().sum(-1),
+        FP32,
+        False,
+    ),
+    "a probability less one": (lambda x: (x.log_softmax(-1).exp() - 1).to(BF16), FP32, True),
     "a sum": (lambda x: x.exp().sum(-1), FP32, False),
     "a sum of a softmax": (lambda x: torch.logsumexp(x, -1), FP32, True),
     "a comparison": (lambda x: x.exp() > 1, FP32, False),
     "sigmoid": (lambda x: 1 - x.sigmoid(), BF16, True),
     "sigmoid in fp32": (lambda x: x.sigmoid(), FP32, False),
     "silu": (lambda x: torch.nn.functional.silu(x.float()).to(BF16), FP32, True),
-    "of a rounded difference": (lambda x: (x - 2).to(BF16).exp() - 1, FP32, True),
+    "of a rounded difference": (lambda x: (x - 2).to(BF16).exp() - 1, FP32, True),  # in halves
     "of a rounded number": (lambda x: (x.to(BF16).float().exp() - 1).to(BF16), FP32, False),
     "in fp64": (lambda x: (x.double().exp() * 2).to(BF16), FP32, False),
 }
@@ -57,6 +74,61 @@ def test_where(name: str) -> None:
     assert every
     assert found == (every if expected else frozenset())
     assert ("fast_expf" in lowered(case).source) == expected
+
+
+def test_a_probability_is_of_its_own_row_s_sum() -> None:
+    """With any other factor, one near 1 need not be the peak's, whose exponential is exact."""
+
+    def doubled(x: Tensor) -> Tensor:
+        shifted = x - x.amax(-1, True)
+        return ((shifted - (shifted.exp().sum(-1, True) * 2).log()).exp() - 1).to(BF16)
+
+    case = trace(doubled, [torch.randn(8, 24)])
+    first, last = (node for node in case.nodes if op_name(node.target) == "aten.exp.default")
+    assert coarse_nodes(case.nodes, case.outputs) == {first}
+    assert probability(last, case.nodes) is None
+
+
+def test_a_target_that_is_all_but_certain() -> None:
+    """exp2 is off by up to two ulps anywhere but at 0; p - 1 would show it."""
+    case = trace(lambda x: (x.log_softmax(-1).exp() - 1).to(BF16), [torch.randn(8, 24)], DECOMPOSED)
+    source = lowered(case).source
+    assert re.search(r"fast_expf\(t\d+\) \* libdevice\.exp\(-t\d+\)", source)
+    assert source.count("libdevice.exp(") == 1
+
+
+GRADIENTS: dict[str, Callable[[Tensor], Tensor]] = {
+    # of a target in column 0, as losses make it: from log-probabilities
+    "cross-entropy": lambda x: (x.log_softmax(-1).exp() - (torch.arange(24) == 0).float()).to(BF16),
+    "close to the peak": lambda x: (((x - x.amax(-1, True)).exp() - 1) * (x > -1)).to(BF16),
+    "a shift of one's own": lambda x: (((x - 0.5).exp() - 0.60653066) * (x > -1)).to(BF16),
+    "its logarithm": lambda x: (x - 0).exp().sum(-1).log().to(BF16),
+    "a product": lambda x: (x.softmax(-1) * 3).to(BF16),
+}
+
+
+@pytest.mark.parametrize("name", GRADIENTS)
+def test_an_error_of_two_ulps_is_not_shown(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the hardware's exp2 may have it anywhere but at 0, at a target that is all but certain."""
+    rows = torch.randn(64, 24) - 17
+    rows[:, 0] = 0
+    if name != "cross-entropy":
+        rows[:, 1] = -2e-6 * torch.rand(64)
+    if "logarithm" in name:
+        rows[:, 0], rows[:, 1] = rows[:, 1].clone(), -17
+    monkeypatch.setattr(
+        interpreted,
+        "fast_expf",
+        interpreted._elementwise(
+            lambda x: (np.exp(x) * np.where(x == 0, 1, 1 + 2.0**-22)).astype(x.dtype)
+        ),
+    )
+    case = trace(GRADIENTS[name], [rows], DECOMPOSED)
+    (ours,) = run_case(case, [rows], lowered(case))
+    (eager,), (exact,) = (reference(case, [rows], dtype) for dtype in (None, torch.float64))
+    size = float(exact.double().square().mean().sqrt())
+    allowed = 2 * error(eager, exact) + 2.0**-7 * size  # the interpreter truncates
+    assert error(ours, exact) <= allowed
 
 
 def test_the_short_way_is_within_as_many_ulps_as_the_argument() -> None:

@@ -233,3 +233,11 @@ def test_the_readme_shows_the_committed_results():
 def test_results_file_name():
     environment = {"gpu": "NVIDIA H200", "torch": "2.11.0+cu130"}
     assert results_name("steps", environment) == "steps-H200-torch2.11.0.json"
+
+
+def test_the_report_prints_every_suite_that_was_measured(capsys):
+    """No action: the tables of all result files in the repository."""
+    assert report.main([]) == 0
+    printed = capsys.readouterr().out
+    for suite in report.load():
+        assert suite in printed

@@ -16,7 +16,7 @@ from autodiff.ops import lookup, op_name
 from autodiff.philox import KEEP_MASK, word_shape
 from trainfuse.codegen import lookups, sources
 from trainfuse.codegen.chosen import Chosen
-from trainfuse.codegen.coarse import coarse_nodes
+from trainfuse.codegen.coarse import Probability, coarse_nodes, probability
 from trainfuse.codegen.ir import ArgRef, Define, Load, Map, Statement, Store
 from trainfuse.codegen.scalars import (
     HALF,
@@ -271,6 +271,8 @@ class Builder:
             return "x"
 
         coarse = node in self.coarse
+        if coarse and (parts := probability(node, self.members)) is not None:
+            return self.probability(node, parts)
         expression(node, note, coarse=coarse)
         operands = {operand: self.value(operand) for operand in used}
         deps = frozenset[str]().union(*(value.deps for value in operands.values()))
@@ -290,6 +292,17 @@ class Builder:
         for name, text in zip(names, texts, strict=True):
             self.scopes[depth].body.append(Map(name, text, op_name(node.target)))
         return self.put(node, Value(tuple(names), deps, depth, dtype))
+
+    def probability(self, node: fx.Node, parts: Probability) -> Value:
+        """A probability of a row's own two factors: see `coarse`."""
+        shifted, log_sum = self.value(parts.shifted), self.value(parts.log_sum)
+        deps = shifted.deps | log_sum.deps
+        names, depth = self.define(node, deps, (shifted, log_sum))
+        for index, name in enumerate(names):
+            factors = (self.text(shifted, index), self.text(log_sum, index))
+            text = "libdevice.fast_expf({}) * libdevice.exp(-{})".format(*factors)
+            self.scopes[depth].body.append(Map(name, text, op_name(node.target)))
+        return self.put(node, Value(tuple(names), deps, depth, torch.float32))
 
     def text(self, value: Value, index: int) -> str:
         """Name of a value in a segment."""

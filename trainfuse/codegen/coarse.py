@@ -6,21 +6,26 @@ an exponential to one ulp takes; over half-type rows that arithmetic is what ker
 is zero). So a value is coarse when all that is made of it, element by element, is rounded to a half
 type. Two things on the way could make the error more than it is:
 
-- a difference, which cancels: allowed where the argument of exp is a difference itself, as in a
-  softmax. It is off by as many ulps already, in eager, too. Sigmoids and their kin need no
-  such condition: their error is at most a third of an ulp of one.
-- a sum, whose own rounding is fp32's: allowed under the same condition. Errors average out, and
-  what remains is the error of log2(e) in fp32, |x| 1.3e-8.
+- a sum, in which one exponential may outweigh the others: allowed where the argument of exp is the
+  distance from the row's maximum. What outweighs is then exp2(0), which is 1 to the bit, and errors
+  of the others average out.
+- a difference, which cancels, as in a cross-entropy's gradient, p - 1 of a target that is all but
+  certain: allowed for probabilities, exp(x - max - log(sum)) as exp(x - max) exp(-log(sum)). Only
+  the row's maximum can have one near 1, and its first factor is exactly 1, its second exact.
+  Sigmoids and their kin need neither: their error is at most a third of an ulp of one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import fx
 
 from autodiff.ops import lookup, op_name
+from trainfuse.codegen.op_forms import ends_formula
 from trainfuse.codegen.scalars import HALF, compute_dtype
 
 BOUNDED = frozenset(
@@ -32,20 +37,90 @@ _DIFFERENCES = frozenset({"aten.sub.Tensor", "aten.add.Tensor"})
 _SUMS = frozenset({"aten.sum.dim_IntList", "aten.mean.dim"})
 
 
+@dataclass(frozen=True, slots=True)
+class Probability:
+    """exp(shifted - log_sum), where shifted is x - max(x) and log_sum is log(sum(exp(shifted)))."""
+
+    shifted: fx.Node
+    log_sum: fx.Node
+
+
 def coarse_nodes(nodes: Sequence[fx.Node], outputs: Collection[fx.Node]) -> frozenset[fx.Node]:
     """The nodes of a group whose exponentials may take the short way."""
     members, written = frozenset(nodes), frozenset(outputs)
-    return frozenset(
-        node
-        for node in nodes
-        if (name := _name(node)) == "aten.exp" or name in BOUNDED
-        if compute_dtype(node.meta["val"].dtype) == torch.float32
-        if _settles(node, members, written, name in BOUNDED or _of_difference(node, members))
-    )
+    found: set[fx.Node] = set()
+    for node in nodes:
+        name = _name(node)
+        if name not in (*BOUNDED, "aten.exp"):
+            continue
+        if compute_dtype(node.meta["val"].dtype) != torch.float32:
+            continue
+        if name in BOUNDED or probability(node, members) is not None:
+            passing = _PRODUCTS | _CASTS | _SUMS | _DIFFERENCES
+        elif _from_peak(_argument(node, members), members):
+            passing = _PRODUCTS | _CASTS | _SUMS
+        else:
+            passing = _PRODUCTS | _CASTS
+        if _settles(node, members, written, passing):
+            found.add(node)
+    return frozenset(found)
+
+
+def probability(node: fx.Node, members: Collection[fx.Node]) -> Probability | None:
+    """What an exponential in a group is made of where it is a softmax's, from its logarithm."""
+    if _name(node) != "aten.exp":
+        return None
+    outer = _argument(node, members)
+    if not _is(outer, "aten.sub.Tensor", members) or outer.kwargs:
+        return None
+    shifted, log_sum = (_through(each, members) for each in outer.args[:2])
+    inner = log_sum
+    for name in ("aten.log", "aten.sum.dim_IntList", "aten.exp"):
+        if not _is(inner, name, members):
+            return None
+        inner = _argument(inner, members)
+    found = inner is shifted and _from_peak(shifted, members)
+    return Probability(shifted, log_sum) if found else None
+
+
+def _from_peak(node: Any, members: Collection[fx.Node]) -> bool:
+    """Whether a value is the distance of a row's elements from their maximum."""
+    if not _is(node, "aten.sub.Tensor", members) or node.kwargs:
+        return False
+    value, peak = (_through(each, members) for each in node.args[:2])
+    if _is(peak, "aten.masked_fill.Scalar", members):  # 0 in place of an infinite maximum
+        peak = _argument(peak, members)
+    return _is(peak, "aten.amax", members) and _argument(peak, members) is value
+
+
+def _is(node: Any, name: str, members: Collection[fx.Node]) -> bool:
+    return node in members and _name(node) == name
+
+
+def _argument(node: fx.Node, members: Collection[fx.Node]) -> Any:
+    return _through(node.args[0], members)
+
+
+def _through(node: Any, members: Collection[fx.Node]) -> Any:
+    """The value behind views, and casts that don't round in registers."""
+    while node in members and (lookup(node.target).kind == "view" or _keeps(node)):
+        node = node.args[0]
+    return node
+
+
+def _keeps(node: fx.Node) -> bool:
+    """Whether a node is a cast that changes no bit of what a register holds."""
+    if _name(node) not in _CASTS or not isinstance(node.args[0], fx.Node):
+        return False
+    widens = node.args[0].meta["val"].dtype in HALF and node.meta["val"].dtype == torch.float32
+    return widens or ends_formula(node)
 
 
 def _settles(
-    node: fx.Node, members: frozenset[fx.Node], written: frozenset[fx.Node], sums: bool
+    node: fx.Node,
+    members: frozenset[fx.Node],
+    written: frozenset[fx.Node],
+    passing: frozenset[str],
 ) -> bool:
     """Whether every element made of a value's elements is rounded to a half type."""
     if node.meta["val"].dtype in HALF:
@@ -53,30 +128,11 @@ def _settles(
     if node in written:
         return False
     return all(
-        _passes(user, sums) and (_name(user) in _SUMS or _settles(user, members, written, sums))
+        (_name(user) in passing or lookup(user.target).kind == "view")
+        and (_name(user) in _SUMS or _settles(user, members, written, passing))
         for user in node.users
         if user in members
     )
-
-
-def _passes(user: fx.Node, sums: bool) -> bool:
-    name = _name(user)
-    if name in _PRODUCTS or name in _CASTS or lookup(user.target).kind == "view":
-        return True
-    return sums and (name in _DIFFERENCES or name in _SUMS)
-
-
-def _of_difference(node: fx.Node, members: frozenset[fx.Node]) -> bool:
-    """Whether the argument is a difference, rounded to fp32 or less, that the group makes."""
-    argument = node.args[0]
-    while isinstance(argument, fx.Node) and argument in members:
-        if _name(argument) == "aten.sub.Tensor":
-            return True
-        # what a cast rounds on the way is far more than the exponential's error
-        if lookup(argument.target).kind != "view" and _name(argument) not in _CASTS:
-            return False
-        argument = argument.args[0]
-    return False
 
 
 def _name(node: fx.Node) -> str:
