@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -134,3 +135,18 @@ def test_what_stays_element_by_element(name: str) -> None:
     kernel = check(fn, make(), table=TABLE, choice=choice, options=CodegenOptions(32, 256))
     assert "_row(" not in kernel.source
     assert not kernel.whole_vectors
+
+
+def test_operands_of_several_types_are_read_in_vectors_of_their_own() -> None:
+    """16 bytes each: of the narrowest one's elements, wider ones could lie past the memory's end."""
+
+    def fn(x: Tensor, y: Tensor, keep: Tensor) -> Tensor:
+        return F.softmax(torch.where(keep, x.float() + y, 0.0), 1)
+
+    args = [torch.randn(9, 1027).bfloat16(), torch.randn(9, 1027), torch.rand(9, 1027) > 0.1]
+    choice = Choice(warps=4, block=512, held=False)
+    kernel = check(fn, args, table=TABLE, choice=choice, options=SMALL)
+    counts = dict(re.findall(r"lib.load_row\(in(\d) .*?, (\d+)\)", kernel.source))
+    assert sorted(map(int, counts.values())) == [4, 8, 16]
+    for index, value in enumerate(args):
+        assert int(counts[str(index)]) * value.element_size() == 16

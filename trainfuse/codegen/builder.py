@@ -26,6 +26,7 @@ from trainfuse.codegen.scalars import (
 )
 from trainfuse.codegen.scope import Scope, Value
 from trainfuse.codegen.tile import (
+    VECTOR_BYTES,
     Segment,
     TileAxis,
     Vectors,
@@ -242,7 +243,9 @@ class Builder:
             offset, row = self.offset(strides, index), ""
             mask = " & ".join(filter(None, [self.mask(deps, index), *tests]))
             if not tests and (vectors := self.vectors(offset, index)):
-                offset, mask, row = vectors.offset, "", vectors.load
+                # its own vectors: of others, more than these might lie past its last element
+                offset, mask = vectors.offset, ""
+                row = f"{vectors.load}, {VECTOR_BYTES // dtype.itemsize}"
             note = f"{str(dtype).removeprefix('torch.')}[{kind}]"
             wide = TRITON_TYPE[torch.float32] if dtype in HALF else ""
             self.scopes[depth].body.append(Load(name, arg, offset, mask, wide, note, row=row))

@@ -12,6 +12,7 @@ from autodiff.philox import word_shape
 from trainfuse.fusion.domains import Domain
 
 INT32_LIMIT = 1 << 31
+VECTOR_BYTES = 16  # that a thread moves at once
 _LONG, _EQUAL, _MOST_EQUAL, _FULL = 4096, 512, 8, 0.75
 """Rows longer than _LONG are covered by up to _MOST_EQUAL equal blocks: of at least _EQUAL where
 these are exact, of any width where a row would be less than _FULL of a single block."""
@@ -24,7 +25,7 @@ class Vectors:
     element: text of the offset of values that are moved so. offset: the same, as a sum that Triton
     can tell is aligned. index: name of its index tensor, from an aligned element at most `before`
     elements before the row. stop: name of the row's end by that index. load, store: arguments of
-    lib.load_row and lib.store_row.
+    lib.load_row, but for the elements of an operand's vector, and of lib.store_row.
     """
 
     element: str

@@ -9,7 +9,6 @@ from trainfuse.codegen.choices import Choice, products
 from trainfuse.codegen.ir import Module
 from trainfuse.codegen.schedules import accumulate
 from trainfuse.codegen.schedules.common import (
-    VECTOR_BYTES,
     describe,
     live_tiles,
     long,
@@ -19,7 +18,7 @@ from trainfuse.codegen.schedules.common import (
     written_over,
 )
 from trainfuse.codegen.targets import CodegenOptions, Target
-from trainfuse.codegen.tile import Segment, TileAxis, divide_up, power_of_two, snug
+from trainfuse.codegen.tile import VECTOR_BYTES, Segment, TileAxis, divide_up, power_of_two, snug
 
 COLUMNS = 64
 ROWS = 32

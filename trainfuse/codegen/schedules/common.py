@@ -13,6 +13,7 @@ from autodiff.philox import BLOCK
 from trainfuse.codegen.builder import Builder, Group, masks, wide
 from trainfuse.codegen.ir import Constant, Kernel
 from trainfuse.codegen.tile import (
+    VECTOR_BYTES,
     Segment,
     TileAxis,
     cover,
@@ -24,7 +25,6 @@ from trainfuse.fusion.domains import Domain
 from trainfuse.fusion.indirect import source_of
 
 THREADS = 32
-VECTOR_BYTES = 16
 
 
 def needed(group: Group) -> list[fx.Node]:

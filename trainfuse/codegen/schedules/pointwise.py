@@ -16,7 +16,6 @@ from trainfuse.codegen.choices import Choice, products
 from trainfuse.codegen.ir import Module
 from trainfuse.codegen.schedules import banded
 from trainfuse.codegen.schedules.common import (
-    VECTOR_BYTES,
     constants,
     describe,
     inside,
@@ -31,7 +30,14 @@ from trainfuse.codegen.schedules.common import (
     written_over,
 )
 from trainfuse.codegen.targets import CodegenOptions, Target
-from trainfuse.codegen.tile import Segment, TileAxis, divide_up, power_of_two, value_strides
+from trainfuse.codegen.tile import (
+    VECTOR_BYTES,
+    Segment,
+    TileAxis,
+    divide_up,
+    power_of_two,
+    value_strides,
+)
 from trainfuse.fusion.indirect import Lookup, parse
 
 TILE_REGISTERS = 96

@@ -29,7 +29,6 @@ from trainfuse.codegen.op_text import Unsupported
 from trainfuse.codegen.scalars import HALF, TRITON_TYPE, compute_dtype
 from trainfuse.codegen.schedules import pointwise, ranks
 from trainfuse.codegen.schedules.common import (
-    VECTOR_BYTES,
     constants,
     describe,
     kernel,
@@ -40,6 +39,7 @@ from trainfuse.codegen.schedules.common import (
 from trainfuse.codegen.scope import Value
 from trainfuse.codegen.targets import CodegenOptions, Target
 from trainfuse.codegen.tile import (
+    VECTOR_BYTES,
     Segment,
     TileAxis,
     axis_strides,

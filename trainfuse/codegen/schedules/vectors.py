@@ -15,8 +15,8 @@ from torch import fx
 
 from trainfuse.codegen.builder import Builder, Group, masks
 from trainfuse.codegen.ir import Barrier
-from trainfuse.codegen.schedules.common import VECTOR_BYTES, own_axes
-from trainfuse.codegen.tile import Segment, Vectors, value_strides
+from trainfuse.codegen.schedules.common import own_axes
+from trainfuse.codegen.tile import VECTOR_BYTES, Segment, Vectors, value_strides
 
 
 def elements(group: Group, rows: Sequence[int], cols: Sequence[int]) -> int:
@@ -37,6 +37,7 @@ def elements(group: Group, rows: Sequence[int], cols: Sequence[int]) -> int:
         if domain.sizes[axis] > 1 and any(value_strides(domain, n)[axis] != dense for n in whole):
             return 1
         dense *= domain.sizes[axis]
+    # of the narrowest, so that the lanes of everyone's vectors are masked alike
     count = VECTOR_BYTES // min(node.meta["val"].dtype.itemsize for node in whole)
     return count if width % count and width >= count * count else 1
 
@@ -52,7 +53,7 @@ def segment(plain: Segment, count: int, *, ends: bool) -> Segment:
         index="place",
         before=count - 1,
         stop="row_stop",
-        load=f"place, row_stop, {count}",
+        load="place, row_stop",
         store=f"place, lead, row_stop, {count}, {ends}",
     )
     return replace(plain, mask="col_mask", quad=None, vectors=moved)
