@@ -138,7 +138,7 @@ def test_what_stays_element_by_element(name: str) -> None:
 
 
 def test_operands_of_several_types_are_read_in_vectors_of_their_own() -> None:
-    """16 bytes each: of the narrowest one's elements, wider ones could lie past the memory's end."""
+    """16 bytes each: of the narrowest one's elements, wider ones could lie past the memory."""
 
     def fn(x: Tensor, y: Tensor, keep: Tensor) -> Tensor:
         return F.softmax(torch.where(keep, x.float() + y, 0.0), 1)
