@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.cases import full_cases, tiny_cases
-from benchmarks.environment import describe, results_name
+from benchmarks.environment import describe, write_results
 from benchmarks.report import RESULTS
 from benchmarks.steps import HEADLINE, fresh_caches, prepare
 
@@ -86,10 +86,7 @@ def main(arguments: list[str] | None = None) -> None:
             rows += rows_of(case, name, options.cpu)
             for row in rows[-2:]:
                 print(f"{case:10s} {name:24s} {row['phase']:5s} {row['compile_s']} s", flush=True)
-    options.out.mkdir(parents=True, exist_ok=True)
-    path = options.out / results_name("compile_time", environment)
-    path.write_text(json.dumps({"environment": environment, "rows": rows}, indent=1) + "\n")
-    print(f"written: {path}")
+    write_results(options.out, "compile_time", {"environment": environment, "rows": rows})
 
 
 if __name__ == "__main__":

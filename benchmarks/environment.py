@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import datetime
 import importlib.metadata
+import json
 import os
 import platform
 import re
 import subprocess
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -50,3 +52,12 @@ def results_name(suite: str, environment: dict[str, Any]) -> str:
     gpu = re.sub(r"[^A-Za-z0-9]+", "_", gpu).strip("_")
     version = environment["torch"].split("+")[0]
     return f"{suite}-{gpu}-torch{version}.json"
+
+
+def write_results(folder: Path, suite: str, body: dict[str, Any]) -> Path:
+    """A suite's file under the name of its body's environment; says where it is."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / results_name(suite, body["environment"])
+    path.write_text(json.dumps(body, indent=1) + "\n")
+    print(f"written: {path}")
+    return path

@@ -39,7 +39,7 @@ import trainfuse
 from autodiff.masks import Masks
 from benchmarks import contenders as field
 from benchmarks.cases import Case, classes, full_cases, tiny_cases
-from benchmarks.environment import describe, results_name
+from benchmarks.environment import describe, write_results
 from benchmarks.report import RESULTS, gate_table
 from benchmarks.steps import fresh_caches, timed
 from trainfuse.capture.shadow import Shadow
@@ -242,10 +242,7 @@ def main(arguments: list[str] | None = None) -> None:
     if options.cpu:
         return
     environment = describe("cuda")
-    options.out.mkdir(parents=True, exist_ok=True)
-    path = options.out / results_name("gate", environment)
-    path.write_text(json.dumps({"environment": environment, "rows": rows}, indent=1) + "\n")
-    print(f"written: {path}")
+    write_results(options.out, "gate", {"environment": environment, "rows": rows})
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import functools
 import gc
-import json
 import statistics
 import subprocess
 import sys
@@ -25,7 +24,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import trainfuse
-from benchmarks.environment import describe, results_name
+from benchmarks.environment import describe, write_results
 from benchmarks.report import RESULTS
 from benchmarks.steps import reserved, synchronize, timed
 
@@ -199,11 +198,8 @@ def main(arguments: list[str] | None = None) -> None:
     if options.cpu:
         return
     environment = describe(device)
-    options.out.mkdir(parents=True, exist_ok=True)
-    path = options.out / results_name("head", environment)
     body = {"environment": environment, "size": [size.rows, size.width, size.classes], "rows": rows}
-    path.write_text(json.dumps(body, indent=1) + "\n")
-    print(f"written: {path}")
+    write_results(options.out, "head", body)
 
 
 if __name__ == "__main__":

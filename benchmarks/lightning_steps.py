@@ -12,7 +12,6 @@ measured.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import time
 from pathlib import Path
@@ -22,7 +21,7 @@ import torch
 from torch.utils.data import DataLoader
 
 import trainfuse
-from benchmarks.environment import describe, results_name
+from benchmarks.environment import describe, write_results
 from benchmarks.steps import RESULTS
 from examples.lightning_gpt import GPT, pl
 from trainfuse.lightning import FusionCallback
@@ -136,11 +135,7 @@ def main(arguments: list[str] | None = None) -> Path:
     rows = measure(device, options.window, options.windows)
     for row in rows:
         print(f"{row['case']:16s} {row['ms']:.3f} ms  (spread {row['ms_spread']:.3f})")
-    options.out.mkdir(parents=True, exist_ok=True)
-    path = options.out / results_name("lightning", environment)
-    path.write_text(json.dumps({"environment": environment, "rows": rows}, indent=1) + "\n")
-    print(f"written: {path}")
-    return path
+    return write_results(options.out, "lightning", {"environment": environment, "rows": rows})
 
 
 if __name__ == "__main__":

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
+import os
+import subprocess
+import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -26,6 +29,8 @@ from trainfuse.codegen.lower import lower_nodes
 from trainfuse.codegen.targets import SIMULATED, CodegenOptions, Target
 
 Tensors = list[torch.Tensor]
+HERE = Path(__file__).parent
+ROOT = HERE.parent.parent
 
 
 @dataclass(frozen=True)
@@ -188,3 +193,21 @@ def check(
         limit = 2 * error(theirs, truth) + unit * max(scale, floor)
         assert error(mine, truth) <= limit, (index, error(mine, truth), limit, kernel.source)
     return kernel
+
+
+def printed(script: str, *arguments: str) -> list[str]:
+    """Lines that a script prints in a process of its own, where Triton compiles kernels.
+
+    In this one it interprets them: with TRITON_INTERPRET set it compiles nothing.
+    """
+    path = os.pathsep.join([str(ROOT), str(HERE), os.environ.get("PYTHONPATH", "")])
+    done = subprocess.run(
+        [sys.executable, "-c", script, *arguments],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+        env={**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": path},
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()

@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
+from codegen_support import printed
 
 from trainfuse.codegen.targets import A100, B200, H200, Target
 
-HERE = Path(__file__).parent
-ROOT = HERE.parent.parent
 # In a process of its own: with TRITON_INTERPRET set, triton compiles nothing.
 SCRIPT = """
 import json, sys
@@ -34,17 +29,8 @@ for name in sys.argv[3:]:
 
 
 def compiled(target: Target, *names: str) -> list[tuple[str, str, int, int, int, int, int]]:
-    path = os.pathsep.join([str(ROOT), str(HERE), os.environ.get("PYTHONPATH", "")])
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT, target.arch, str(target.num_sms), *names],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=300,
-        env={**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": path},
-    )
-    assert done.returncode == 0, done.stderr
-    return [tuple(json.loads(line)) for line in done.stdout.splitlines() if line[0] == "["]
+    lines = printed(SCRIPT, target.arch, str(target.num_sms), *names)
+    return [tuple(json.loads(line)) for line in lines if line[0] == "["]
 
 
 CEILING = 168  # registers a thread: counts move by tens between versions of triton

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import ast
 import json
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
-from codegen_support import lowered, trace
+from codegen_support import lowered, printed, trace
 from test_foreach import momentum
 from test_foreach import trace as traced_update
 from test_golden import CASES, NORMS, fakes
@@ -23,8 +20,6 @@ from trainfuse.codegen.schedules.foreach import ForeachKernel, lower_foreach
 from trainfuse.codegen.targets import A100, B200, H200, SIMULATED, Target
 from trainfuse.runtime.cache import KernelCache, Variant
 
-HERE = Path(__file__).parent
-ROOT = HERE.parent.parent
 EARLY = {"launch_pdl": True}
 
 
@@ -147,17 +142,7 @@ BRANCH = re.compile(r"^\s*(@!?%\w+ )?bra|^\$\w+:", re.M)
 
 def test_nothing_is_read_or_written_before_the_wait() -> None:
     """Nor may a program branch around it."""
-    path = os.pathsep.join([str(ROOT), str(HERE), os.environ.get("PYTHONPATH", "")])
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT, *COMPILED],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=300,
-        env={**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": path},
-    )
-    assert done.returncode == 0, done.stderr
-    found = [json.loads(line) for line in done.stdout.splitlines() if line[0] == "["]
+    found = [json.loads(line) for line in printed(SCRIPT, *COMPILED) if line[0] == "["]
     assert len(found) == sum(len(made(name, H200).launches) for name in COMPILED)
     for name, function, ptx in found:
         (waits,) = re.finditer(r"griddepcontrol\.wait", ptx)

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from codegen_support import check, load_module, lowered, reference, run_case, trace
-from test_check import HERE, ROOT
+from codegen_support import check, load_module, lowered, printed, reference, run_case, trace
 from test_schedules import NORMS, TARGETS
 from torch import Tensor
 
@@ -331,17 +327,7 @@ for name in ("embedding_positions", "embedding_positions_norm", "embedding_backw
 
 def test_compiled() -> None:
     """No spills, whole vectors along a row, and the check of an index is really there."""
-    path = os.pathsep.join([str(ROOT), str(HERE), os.environ.get("PYTHONPATH", "")])
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=300,
-        env={**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": path},
-    )
-    assert done.returncode == 0, done.stderr
-    uses = [line.split()[1:] for line in done.stdout.splitlines() if line.startswith("use ")]
+    uses = [line.split()[1:] for line in printed(SCRIPT) if line.startswith("use ")]
     assert len(uses) == 6
     for name, function, registers, stack, vector, stops in uses:
         assert int(stack) == 0, (name, function)

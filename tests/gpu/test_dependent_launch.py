@@ -109,13 +109,6 @@ class Kernels:
         self.reversed_sum = bound("reversed_sum", 3)
 
 
-@pytest.fixture(scope="module")
-def cache(tmp_path_factory: pytest.TempPathFactory) -> KernelCache:
-    folder = tmp_path_factory.mktemp("kernels")
-    folder.chmod(0o700)
-    return KernelCache(folder)
-
-
 def memset(tensor: Tensor) -> None:
     """A memset, not a kernel, in either mode."""
     driver, stream = ctypes.CDLL("libcuda.so.1"), torch.cuda.current_stream().cuda_stream

@@ -21,13 +21,6 @@ from trainfuse.runtime.program import RuntimeOptions
 SHAPES = ((), (3, 5), (1500,), (70, 90))
 
 
-@pytest.fixture(scope="module")
-def cache(tmp_path_factory: pytest.TempPathFactory) -> KernelCache:
-    folder = tmp_path_factory.mktemp("kernels")
-    folder.chmod(0o700)
-    return KernelCache(folder)
-
-
 def triton(cache: KernelCache) -> RuntimeOptions:
     major, minor = torch.cuda.get_device_capability()
     return RuntimeOptions("triton", arch=f"sm_{major}{minor}", cache=cache, gate=Gate())

@@ -42,6 +42,7 @@ class _Piece:
         return _Piece(self.position, now, before, part(self.grad))
 
 
+@torch.no_grad()
 def wrong_update(
     call: UpdateCall,
     params: Sequence[Tensor],
@@ -55,17 +56,6 @@ def wrong_update(
     tensor held before. Learning rate, betas and step count are read from the optimizer, as torch's
     own step would read them.
     """
-    with torch.no_grad():
-        return _wrong_update(call, params, grads, old, factor)
-
-
-def _wrong_update(
-    call: UpdateCall,
-    params: Sequence[Tensor],
-    grads: Sequence[Tensor],
-    old: Callable[[Tensor], Tensor],
-    factor: float,
-) -> tuple[int, TensorError] | None:
     handle = call.handle
     for bucket in call.buckets:
         device = params[bucket.positions[0]].device
