@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -14,16 +15,18 @@ from torch import Tensor, fx
 from torch._dynamo import guards
 from torch._dynamo.backends.common import aot_autograd as _aot_autograd
 from torch._dynamo.side_effects import SideEffects
-from torch._dynamo.variables import builder, constant, misc
+from torch._dynamo.variables import builder, constant, higher_order_ops, misc
+from torch._dynamo.variables.functions import UserFunctionVariable
 from torch._functorch.autograd_function import AutogradFunctionApply, autograd_function_apply
 from torch._inductor.decomposition import select_decomp_table
+from torch._prims_common import compute_elementwise_output_logical_to_physical_perm
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.fx.experimental.proxy_tensor import _get_proxies
 from torch.nn.modules import module as module_hooks
 from torch.optim import optimizer as optimizer_module
 
 from autodiff.graph import Refusal
-from trainfuse.capture import functions
+from trainfuse.capture import functions, reentrant
 from trainfuse.capture.compat_aot import traced_as_eager
 
 # -- optimizers ---------------------------------------------------------------------------------
@@ -230,12 +233,29 @@ def _call_apply(self: Any, *args: Any, **kwargs: Any) -> Any:
     )
 
 
+_STOCK_CHECKPOINT = higher_order_ops.CheckpointHigherOrderVariable._call_function
+
+
+def _checkpoint(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
+    """Dynamo's call of a checkpoint, one that is reentrant as eager runs it: see `reentrant`."""
+    chosen = kwargs["use_reentrant"].as_python_constant() if "use_reentrant" in kwargs else None
+    if chosen is not None and not chosen:
+        return _STOCK_CHECKPOINT(self, tx, args, kwargs)
+    return UserFunctionVariable(reentrant.checkpoint).call_function(tx, args, kwargs)
+
+
 _MENDED: tuple[tuple[Any, str, Any, Any], ...] = (
     (SideEffects, "load_attr", _load_attr, _STOCK_LOAD_ATTR),
     (builder, "make_dupe_guard", _same_object_guard, _STOCK_DUPE_GUARD),
     (guards, "is_from_optimizer_source", _nowhere, _STOCK_OPTIMIZER_SOURCE),
     (AutogradFunctionApply, "__call__", _apply_method, AutogradFunctionApply.__call__),
     (misc.AutogradFunctionVariable, "call_apply", _call_apply, _STOCK_CALL_APPLY),
+    (
+        higher_order_ops.CheckpointHigherOrderVariable,
+        "_call_function",
+        _checkpoint,
+        _STOCK_CHECKPOINT,
+    ),
 )
 """What of torch is another function while a compiled call may trace: owner, name, ours, stock."""
 
@@ -350,15 +370,69 @@ _KEPT_WHOLE = (
 """Ops that stay one node until recompute has run, or for good; see the op table."""
 
 
+_LAID_OUT_AS = {
+    torch.ops.aten.xlogy.Tensor: 2,
+    torch.ops.aten.special_xlog1py.default: 2,
+    torch.ops.aten.heaviside.default: 2,
+    torch.ops.aten.logaddexp.default: 2,
+    torch.ops.aten.logaddexp2.default: 2,
+    torch.ops.aten.logical_and.default: 2,
+    torch.ops.aten.logical_or.default: 2,
+    torch.ops.aten.logical_xor.default: 2,
+    torch.ops.aten.copysign.Tensor: 2,
+    torch.ops.aten.div.Tensor_mode: 2,
+    torch.ops.aten.binary_cross_entropy.default: 1,
+}
+"""Operators of two tensors that torch's formulas in Python lay out otherwise than eager does.
+
+With the number of operands that decide. The formulas meet the operands in another order.
+"""
+
+
+def _laid_out(op: Any, count: int, rule: Callable[..., Any] | None) -> Callable[..., Any]:
+    """A decomposition of `op` that first lays the operands out as the result is to be.
+
+    Eager's order is `TensorIterator`'s: as the first operand, then as the next.
+    """
+
+    @functools.wraps(rule or op)
+    def decomposed(*args: Any, **kwargs: Any) -> Any:
+        tensors = [value for value in args[:2] if isinstance(value, Tensor)]
+        shape = torch.broadcast_shapes(*(value.shape for value in tensors))
+        whole = [value.expand(shape) for value in tensors]
+        order, _ = compute_elementwise_output_logical_to_physical_perm(*whole[:count])
+        if len(tensors) < 2 or all(_is_ordered(value, order) for value in whole):
+            return NotImplemented if rule is None else rule(*args, **kwargs)
+        back = [order.index(dim) for dim in range(len(order))]
+        alike = [value.permute(order).contiguous().permute(back) for value in whole]
+        return (rule or op)(*alike, *args[2:], **kwargs)
+
+    return decomposed
+
+
+def _is_ordered(value: Tensor, order: Sequence[int]) -> bool:
+    """Whether the dims, in this order, have ever smaller strides.
+
+    Repeated elements leave the order open, which formulas close in their own way: only a plain
+    order is sure then.
+    """
+    if 0 in value.stride() and list(order) != sorted(order):
+        return False
+    steps = [value.stride(dim) for dim in order if value.size(dim) > 1 and value.stride(dim)]
+    return all(one >= other for one, other in itertools.pairwise(steps))
+
+
 def capture_decompositions() -> dict[Any, Callable[..., Any]]:
     """The decompositions AOTAutograd applies while it traces a step."""
-    return {
+    rules = {
         op: rule
         for op, rule in select_decomp_table().items()
         if not str(op).startswith(_KEPT_WHOLE)
         # Inductor's own rules lower to ops that only Inductor knows
         and not rule.__module__.startswith("torch._inductor")
     }
+    laid_out = {op: _laid_out(op, count, rules.get(op)) for op, count in _LAID_OUT_AS.items()}
+    return rules | laid_out
 
 
 def aot(
