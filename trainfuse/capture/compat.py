@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
 import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,8 +17,6 @@ from torch._dynamo.side_effects import SideEffects
 from torch._dynamo.variables import builder, constant, higher_order_ops, misc
 from torch._dynamo.variables.functions import UserFunctionVariable
 from torch._functorch.autograd_function import AutogradFunctionApply, autograd_function_apply
-from torch._inductor.decomposition import select_decomp_table
-from torch._prims_common import compute_elementwise_output_logical_to_physical_perm
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.fx.experimental.proxy_tensor import _get_proxies
 from torch.nn.modules import module as module_hooks
@@ -27,7 +24,7 @@ from torch.optim import optimizer as optimizer_module
 
 from autodiff.graph import Refusal
 from trainfuse.capture import functions, reentrant
-from trainfuse.capture.compat_aot import traced_as_eager
+from trainfuse.capture.compat_aot import capture_decompositions, traced_as_eager
 
 # -- optimizers ---------------------------------------------------------------------------------
 
@@ -352,87 +349,6 @@ def is_checkpoint(target: object) -> bool:
 
 
 # -- AOTAutograd ----------------------------------------------------------------------------------
-
-_KEPT_WHOLE = (
-    "aten.mm", "aten.bmm", "aten.addmm", "aten.baddbmm", "aten.convolution",
-    "aten._scaled_dot_product", "aten.scaled_dot_product", "aten._flash", "aten._efficient",
-    "aten.embedding", "aten.index_put", "aten.scatter", "aten._foreach", "aten._fused",
-    "aten.native_dropout", "aten.nll_loss", "aten._softmax", "aten._log_softmax",
-    "aten.logsumexp",
-    "aten.native_layer_norm", "aten.native_group_norm", "aten.native_batch_norm",
-    "aten._native_batch_norm", "aten.cudnn_batch_norm", "aten.miopen_batch_norm",
-    "aten._batch_norm", "aten.batch_norm", "aten._fused_rms_norm", "aten.index_add",
-    "aten.gelu", "aten.bernoulli", "aten.rand", "aten.randn", "aten.randint", "aten.uniform",
-    "aten.normal", "aten.logit_backward", "aten.hardsigmoid_backward",
-    "aten.soft_margin_loss_backward",
-    "aten.max_pool2d_with_indices_backward",
-)  # fmt: skip
-"""Ops that stay one node until recompute has run, or for good; see the op table."""
-
-
-_LAID_OUT_AS = {
-    torch.ops.aten.xlogy.Tensor: 2,
-    torch.ops.aten.special_xlog1py.default: 2,
-    torch.ops.aten.heaviside.default: 2,
-    torch.ops.aten.logaddexp.default: 2,
-    torch.ops.aten.logaddexp2.default: 2,
-    torch.ops.aten.logical_and.default: 2,
-    torch.ops.aten.logical_or.default: 2,
-    torch.ops.aten.logical_xor.default: 2,
-    torch.ops.aten.copysign.Tensor: 2,
-    torch.ops.aten.div.Tensor_mode: 2,
-    torch.ops.aten.binary_cross_entropy.default: 1,
-}
-"""Operators of two tensors that torch's formulas in Python lay out otherwise than eager does.
-
-With the number of operands that decide. The formulas meet the operands in another order.
-"""
-
-
-def _laid_out(op: Any, count: int, rule: Callable[..., Any] | None) -> Callable[..., Any]:
-    """A decomposition of `op` that first lays the operands out as the result is to be.
-
-    Eager's order is `TensorIterator`'s: as the first operand, then as the next.
-    """
-
-    @functools.wraps(rule or op)
-    def decomposed(*args: Any, **kwargs: Any) -> Any:
-        tensors = [value for value in args[:2] if isinstance(value, Tensor)]
-        shape = torch.broadcast_shapes(*(value.shape for value in tensors))
-        whole = [value.expand(shape) for value in tensors]
-        order, _ = compute_elementwise_output_logical_to_physical_perm(*whole[:count])
-        if len(tensors) < 2 or all(_is_ordered(value, order) for value in whole):
-            return NotImplemented if rule is None else rule(*args, **kwargs)
-        back = [order.index(dim) for dim in range(len(order))]
-        alike = [value.permute(order).contiguous().permute(back) for value in whole]
-        return (rule or op)(*alike, *args[2:], **kwargs)
-
-    return decomposed
-
-
-def _is_ordered(value: Tensor, order: Sequence[int]) -> bool:
-    """Whether the dims, in this order, have ever smaller strides.
-
-    Repeated elements leave the order open, which formulas close in their own way: only a plain
-    order is sure then.
-    """
-    if 0 in value.stride() and list(order) != sorted(order):
-        return False
-    steps = [value.stride(dim) for dim in order if value.size(dim) > 1 and value.stride(dim)]
-    return all(one >= other for one, other in itertools.pairwise(steps))
-
-
-def capture_decompositions() -> dict[Any, Callable[..., Any]]:
-    """The decompositions AOTAutograd applies while it traces a step."""
-    rules = {
-        op: rule
-        for op, rule in select_decomp_table().items()
-        if not str(op).startswith(_KEPT_WHOLE)
-        # Inductor's own rules lower to ops that only Inductor knows
-        and not rule.__module__.startswith("torch._inductor")
-    }
-    laid_out = {op: _laid_out(op, count, rules.get(op)) for op, count in _LAID_OUT_AS.items()}
-    return rules | laid_out
 
 
 def aot(
