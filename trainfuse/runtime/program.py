@@ -151,6 +151,7 @@ class _Builder:
         self.tg, self.kernels, self.handles, self.options = tg, kernels, handles, options
         self.steps: list[Step] = []
         self.callables: dict[str, Any] = {}
+        self.reserved: set[str] = set()  # groups of the update phase are called as optimizers are
         self.groups: dict[str, GroupCall] = {}
         self.segment_calls: dict[str, SegmentCall] = {}
         self.updates: dict[str, UpdateCall] = {}
@@ -165,6 +166,7 @@ class _Builder:
 
     def fused(self, plan: FusionPlan) -> None:
         launchers = self._launchers(plan)
+        self.reserved |= launchers.keys()
         for item in plan.order:
             if isinstance(item, fx.Node):
                 self.nodes([item])
@@ -242,7 +244,7 @@ class _Builder:
         assert isinstance(number, int)
         name = base = f"update_{number}"
         for count in itertools.count(2):
-            if name not in self.callables:
+            if name not in self.callables and name not in self.reserved:
                 break
             name = f"{base}_{count}"
         call = UpdateCall(name, node, self.handles[number], self.options)
