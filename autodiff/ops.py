@@ -249,6 +249,13 @@ def draws_randomness(node: fx.Node) -> bool:
     return not (isinstance(given, float) and given == 0.0)
 
 
+def is_collective(node: fx.Node) -> bool:
+    """Whether a node communicates with other processes, or waits for them."""
+    return node.op == "call_function" and op_name(node.target).startswith(
+        ("_c10d_functional", "c10d")
+    )
+
+
 def is_effect(node: fx.Node) -> bool:
     """Whether a node is kept for what it does: the update, and operators that write or wait."""
     if node.op != "call_function":

@@ -136,17 +136,13 @@ def _blocks(
     """
     blocks: list[list[fx.Node]] = [[]]
     for node in forward:
-        if node in barriers or ops.is_effect(node) or _is_collective(node):
+        if node in barriers or ops.is_effect(node) or ops.is_collective(node):
             blocks.append([])
             continue
         if ops.lookup(node.target).kind in TRANSPARENT:
             continue
         blocks[-1].append(node)
     return blocks
-
-
-def _is_collective(node: fx.Node) -> bool:
-    return ops.op_name(node.target).startswith(("_c10d_functional", "c10d"))
 
 
 class _Block:

@@ -65,6 +65,7 @@ def by_hand(inner: nn.Module, backend: str) -> Step:
 
 
 WAYS = (whole_step, model_in_place, wrapper_in_place, by_hand)
+REASONS = {whole_step: "DistributedDataParallel", by_hand: "communicates with other processes"}
 
 
 def batches(rank: int, device: torch.device) -> Iterator[tuple[Tensor, Tensor]]:
@@ -98,9 +99,9 @@ def train(rank: int, folder: Path, use_gpus: bool) -> None:
                 got = step(x, y), [p.detach().clone() for p in model.parameters()]
                 torch.testing.assert_close(got, expected, rtol=1e-3, atol=1e-5, msg=way.__name__)
             check_equal(model)
-            if way is whole_step:
-                said = "; ".join(r.reason for r in step.explain().refusals)  # type: ignore[attr-defined]
-                assert "DistributedDataParallel" in said, said
+            if way in REASONS:
+                said = step.explain().refusals[0]  # type: ignore[attr-defined]
+                assert (said.stage, REASONS[way] in said.reason) == ("capture", True), said
     finally:
         distributed.destroy_process_group()
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, fx
 from torch.utils._pytree import tree_map_only
 
+from autodiff import ops
 from autodiff.graph import Refusal
 from trainfuse.capture import compat, escapes
 from trainfuse.capture.layouts import with_eager_strides
@@ -37,6 +38,7 @@ _LOST = 0
 
 _ESCAPES = "an output can still be differentiated after the step, which would cut it off"
 _HOOKED = "a parameter has a gradient hook, which a whole step would skip"
+_COLLECTIVE = "it communicates with other processes, which would not join a comparison or a replay"
 _UNASSUMED = "a size or number that the data decides is not what the capture assumed"
 
 
@@ -289,6 +291,9 @@ class WholeStep:
 
     def _lift(self, shadow: Shadow, examples: tuple[Any, ...], gm: fx.GraphModule, _: Any) -> Any:
         self._derived = True
+        for node in gm.graph.nodes:
+            if ops.is_collective(node):
+                raise CaptureRefused(_COLLECTIVE, user_line(node))
         dynamo = shadow.gm
         assert self.found is not None
         names = self.found.parameter_names()

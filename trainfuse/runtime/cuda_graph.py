@@ -91,6 +91,8 @@ def _why_not_node(
     node: fx.Node, allowed: Collection[fx.Node], uploads: Collection[fx.Node]
 ) -> str | None:
     target = node.target
+    if ops.is_collective(node):
+        return f"({target}) waits for other processes, which need not replay when this one does"
     if isinstance(target, torch._ops.OpOverload):
         if target._opname in _SYNCHRONISING:
             return f"({target}) waits for the GPU"
