@@ -48,6 +48,34 @@ def test_eager_program_computes_the_graph_and_reads_like_it() -> None:
     assert "# model.py:2" in program.source
 
 
+LAYOUTS = {
+    "rows": lambda: randn(3, 4),
+    "permuted": lambda: randn(2, 3, 4).permute(2, 0, 1),
+    "channels last": lambda: randn(2, 3, 4, 5).to(memory_format=torch.channels_last),
+    "with gaps": lambda: randn(6, 8)[::2, 1::3],
+    "expanded": lambda: randn(3, 1).expand(3, 4),
+    "permuted and expanded": lambda: randn(3, 1, 2).expand(3, 4, 2).permute(2, 1, 0),
+    "no dim": lambda: randn(),
+    "empty": lambda: randn(0, 4).t(),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.int32, torch.bool])
+def test_a_cast_is_called_as_an_operator_that_does_the_same(
+    layout: str, dtype: torch.dtype
+) -> None:
+    convert = torch.ops.prims.convert_element_type.default
+    value = LAYOUTS[layout]()
+    tg = trace(lambda x: convert(x, dtype), [value])
+    program = build_program(tg, None, {}, {}, EAGER)
+    assert "prims" not in program.source
+    (made,), expected = program([value]), convert(value, dtype)
+    assert (made.dtype, made.stride()) == (expected.dtype, expected.stride())
+    assert torch.equal(made, expected)
+    assert made.data_ptr() != value.data_ptr() or not value.numel()
+
+
 def test_results_that_nobody_reads_are_freed_at_once() -> None:
     def fn(x: Tensor) -> tuple[Tensor, Tensor]:
         _, indices = torch.ops.aten.sort.default(x)
