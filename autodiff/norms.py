@@ -65,19 +65,35 @@ def measure_parts(
 
     lengths: of the parts, none of them zero, together a tensor's length.
     """
-    made = [torch.stack(_norms_of_parts(item, lengths, whole=True)) for item in items]
-    values = torch.stack([norms.view(-1, len(lengths)) for norms in made]).tolist()
-    results: list[list[Figures]] = []
-    for item, norms in zip(items, values, strict=True):
-        found = [
-            tuple(norm / math.sqrt(count) for norm in part)
-            for count, *part in zip(lengths, *norms, strict=True)
-        ]
+    results = figures_of_parts(norms_of_parts(items, lengths).tolist(), lengths)
+    for item, found in zip(items, results, strict=True):
         for i, figures in enumerate(found):
             if not all(map(math.isfinite, figures)):
                 found[i] = _measure_special(*(t.split(list(lengths))[i] for t in item))
-        results.append(found)
     return results
+
+
+@torch.no_grad()
+def norms_of_parts(
+    items: Sequence[tuple[torch.Tensor, ...]], lengths: Sequence[int]
+) -> torch.Tensor:
+    """What `figures_of_parts` reads: [item, figure, part], in fp64; nothing waits for the device.
+
+    Every item has as many tensors.
+    """
+    made = [n for item in items for n in _norms_of_parts(item, lengths, whole=True)]
+    return torch.stack(made).view(len(items), -1, len(lengths))
+
+
+def figures_of_parts(norms: list[list[list[float]]], lengths: Sequence[int]) -> list[list[Figures]]:
+    """Figures of parts by item and part; not finite where an element isn't, or a square is not."""
+    return [
+        [
+            tuple(norm / math.sqrt(count) for norm in part)
+            for count, *part in zip(lengths, *of_item, strict=True)
+        ]
+        for of_item in norms
+    ]
 
 
 def _norms_of_parts(

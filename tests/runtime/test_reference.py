@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from autodiff import ops
 from autodiff.graph import TrainingGraph
@@ -176,6 +177,63 @@ def test_what_only_products_read_or_make_is_held_as_they_have_it() -> None:
     first, second = (values[node] for node in tg.output_nodes)
     assert torch.equal(first, (hidden.t() @ shown.bfloat16()).float().exp())
     torch.testing.assert_close(second, shown.sum(0))
+
+
+class Conversions(TorchDispatchMode):
+    """Counts copies to another element type."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func is torch.ops.aten._to_copy.default
+        return func(*args, **(kwargs or {}))
+
+
+def test_what_only_moves_is_held_as_what_it_moves() -> None:
+    """Of a product's halves, or of an input, a higher precision knows nothing more."""
+    args = [torch.randn(4, 4, dtype=torch.bfloat16) for _ in range(2)]
+    rows = torch.tensor([1, 0, 3])
+
+    def moved(x: Tensor, w: Tensor, rows: Tensor) -> list[Tensor]:
+        product = x @ w
+        joined = torch.cat([product.t(), x[rows]]).clone()
+        return [
+            joined,
+            torch.cat([product.exp(), product]),
+            functional.pad(product, (1, 0), value=0.1),
+        ]
+
+    tg = trace(moved, [*args, rows])
+    plan = schedule(tg.nodes(), tg.output_nodes, wide=True)
+    given = dict(zip(tg.graph.find_nodes(op="placeholder"), [*args, rows], strict=True))
+    with Conversions() as conversions:
+        joined, mixed, padded = evaluate(plan, given, Widened(Boundary())).values()
+    product = args[0] @ args[1]
+    assert torch.equal(joined, torch.cat([product.t(), args[0][rows]]))
+    assert mixed.dtype is torch.float32, "half of it is known better"
+    assert torch.equal(mixed, torch.cat([product.float().exp(), product.float()]))
+    assert padded.dtype is torch.float32, "0.1 is no bfloat16"
+    assert conversions.count == 3, "the product, read by three that compute"
+
+
+def test_what_rounds_once_by_itself_is_not_converted() -> None:
+    """Between products a function of halves computes in fp32 and rounds, whoever asks it to."""
+    args = [torch.randn(8, 8, dtype=torch.bfloat16) for _ in range(2)]
+
+    def layers(x: Tensor, w: Tensor) -> list[Tensor]:
+        product = x @ w
+        return [functional.gelu(product) @ w, torch.softmax(product, -1) @ w]
+
+    tg = trace(layers, args)
+    plan = schedule(tg.nodes(), tg.output_nodes, wide=True)
+    given = dict(zip(tg.graph.find_nodes(op="placeholder"), args, strict=True))
+    plain = {ops.op_name(n.target) for n, work in plan.works.items() if work.plain is not None}
+    assert plain == {"aten.gelu.default"}, "a softmax's parts may be rounded"
+    first, _ = evaluate(plan, given, Widened(Boundary())).values()
+    product = (args[0] @ args[1]).float()
+    assert torch.equal(first, functional.gelu(product).bfloat16() @ args[1])
 
 
 def test_a_product_s_dropout_is_not_rounded_to_halves() -> None:

@@ -144,7 +144,8 @@ class _Values:
         """Evaluate a node and hold its result; several results part by part."""
         work = self._plan.works[node]
         passing = self._show(work.shown)
-        made = self._run(node)(self._values)
+        operation = self._run(node) if work.plain is None else work.plain
+        made = operation(self._values)
         for view in passing:
             del self._values[view]
         for part, index, dtype in work.results:

@@ -31,6 +31,8 @@ WIDER = {
 """The element type that holds another one's values one precision higher."""
 _BITS = frozenset({"aten.view.dtype", "aten.view_as_complex.default", "aten.view_as_real.default"})
 """Operators whose result is its operand's bits: another element type is another value."""
+_PADS = frozenset({"aten.constant_pad_nd.default"})
+"""Of the operators that gather, those that make elements of their own."""
 _MAY_COPY = frozenset({"aten::reshape", "aten::contiguous", "aten::to"})
 """Operators that give a view where they can, and else a copy."""
 
@@ -55,11 +57,13 @@ class Work:
 
     shown: views that it reads, each after those that it is made of. results: the nodes that hold
     what it makes, the part of it that is theirs (None: all of it), and the element type that it is
-    held in (None: as it comes).
+    held in (None: as it comes). plain: as the graph says, where no precision would change what is
+    held (None: as the evaluation does it).
     """
 
     shown: tuple[fx.Node, ...]
     results: tuple[tuple[fx.Node, int | None, torch.dtype | None], ...]
+    plain: Operation | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +131,19 @@ def keeps_precision(node: fx.Node) -> bool:
         return True
     fast = torch.get_float32_matmul_precision() != "highest" or "convolution" in row.name
     return fast and values[0].device.type == "cuda"
+
+
+def _moves(node: fx.Node) -> bool:
+    """Whether every element of a node's result is one of its operands'."""
+    row = ops.lookup(node.target)
+    return row.name == "aten.clone.default" or (row.kind == "gather" and row.name not in _PADS)
+
+
+def _rounds_once(node: fx.Node) -> bool:
+    """Whether a node of halves computes in fp32, and then rounds."""
+    values = [v for n in (node, *node.all_input_nodes) for v in tensors_of(n.meta.get("val"))]
+    halves = all(WIDER.get(value.dtype) is torch.float32 for value in values)
+    return halves and ops.lookup(node.target).kind == "pointwise"
 
 
 def tensors_of(value: Any) -> list[Tensor]:
@@ -222,8 +239,9 @@ class _Planner:
         for i, node in enumerate(self.steps):
             for read in _reads_of(node):
                 self.reads.setdefault(read, []).append(i)
-        held = {part for node in self.steps for part in _parts(node)}
-        self.as_is = {n for n in held if not wide or self._is_held_as_is(n)}
+        self.as_is: set[fx.Node] = set()
+        for node in self.steps:
+            self.as_is |= {n for n in _parts(node) if not wide or self._is_held_as_is(n)}
         self.actions: list[tuple[Verb, fx.Node]] = []
         self.here: dict[fx.Node, int] = {}
         self.away: dict[fx.Node, int] = {}
@@ -265,7 +283,8 @@ class _Planner:
             like = part.meta.get("val")
             held = self._held(part, like) if self.wide and isinstance(like, Tensor) else None
             results.append((part, index, held))
-        return Work(tuple(self._shown(node)), tuple(results))
+        plain = prepare(node) if self.wide and self._is_plain(node) else None
+        return Work(tuple(self._shown(node)), tuple(results), plain)
 
     def _shown(self, node: fx.Node) -> dict[fx.Node, None]:
         """The views behind a node, itself included, each after what it reads."""
@@ -303,14 +322,29 @@ class _Planner:
     def _is_held_as_is(self, node: fx.Node) -> bool:
         """Whether a higher precision would be of no use: nothing more is known, or is read."""
         maker = node.args[0] if _is_part(node) else node
-        if _is_narrow(maker):
+        if _is_narrow(maker) or (_moves(maker) and self._reads_as_is(maker)):
             return True
         readers = [self.steps[i] for i in self.reads.get(node, ())]
         return bool(readers) and node not in self.results and all(map(_is_narrow, readers))
 
+    def _reads_as_is(self, node: fx.Node) -> bool:
+        """Whether what a node reads and makes is of one element type, and held so."""
+        values = [(n, v) for n in node.all_input_nodes for v in tensors_of(n.meta.get("val"))]
+        floating = [(n, v) for n, v in values if v.dtype.is_floating_point]
+        made = tensors_of(node.meta.get("val"))
+        return {v.dtype for _, v in floating} == {v.dtype for v in made} and all(
+            self._held(n, v) is v.dtype for n, v in floating
+        )
+
+    def _is_plain(self, node: fx.Node) -> bool:
+        """Whether a step gives what it is to hold when it runs as the graph says."""
+        if node not in self.as_is or keeps_precision(node) or passed_on(node) is not None:
+            return False
+        return self._reads_as_is(node) and (_moves(node) or _rounds_once(node))
+
     def _working_bytes(self, node: fx.Node) -> int:
         """Operands and results in the type that a node computes in, where they are not held so."""
-        if not self.wide or passed_on(node) is not None:
+        if not self.wide or passed_on(node) is not None or self._is_plain(node):
             return 0
         computing = None if keeps_precision(node) else computing_dtype(node)
         total = 0

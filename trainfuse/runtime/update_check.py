@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from autodiff.compare import TensorError, excess, luck
-from autodiff.norms import measure_parts
+from autodiff.norms import figures_of_parts, measure_parts, norms_of_parts
 from trainfuse.runtime.room import SHARE, free_bytes
 
 if TYPE_CHECKING:
@@ -42,6 +42,16 @@ class _Piece:
         return _Piece(self.position, now, before, part(self.grad))
 
 
+@dataclass(frozen=True, slots=True)
+class _Measured:
+    """A batch whose figures the device is about to have; step: its count before the update."""
+
+    batch: Sequence[_Piece]
+    step: float | None
+    lengths: Sequence[int]
+    norms: Tensor
+
+
 @torch.no_grad()
 def wrong_update(
     call: UpdateCall,
@@ -68,12 +78,13 @@ def wrong_update(
                 if step is not None and now != step + 1:
                     return position, TensorError("step", 0, abs(now - step - 1), 0.0, 2.0)
         written = [role for role in bucket.template.written if role != "step"]
-        squares: Squares = {}
+        measured: list[_Measured] = []
         for step in dict.fromkeys(steps.values()):
             alike = [p for p in bucket.positions if steps[p] == step]
             values = (_values(call, p, written, params[p], grads[p], old) for p in alike)
-            for batch in _batches(values, _elements(device)):
-                _add(call, step, batch, squares)
+            batches = _batches(values, _elements(device))
+            measured += [_measure(call, step, batch) for batch in batches]
+        squares = _squares(call, measured)
         dtypes = {p: params[p].dtype for p in bucket.positions}
         wrong = _worst(squares, dtypes, {p: params[p].numel() for p in bucket.positions}, factor)
         if wrong is not None:
@@ -122,24 +133,50 @@ def _batches(pieces: Iterable[_Piece], size: int) -> Iterator[list[_Piece]]:
         yield batch
 
 
-def _add(call: UpdateCall, step: float | None, batch: Sequence[_Piece], squares: Squares) -> None:
-    """Add what a batch makes up of each tensor's size and errors, squared."""
+def _measure(call: UpdateCall, step: float | None, batch: Sequence[_Piece]) -> _Measured:
+    """Update a batch by torch, in its own precision and in fp64; waits for nothing."""
+    lengths = [piece.grad.numel() for piece in batch]
+    return _Measured(batch, step, lengths, norms_of_parts(_flat(call, step, batch), lengths))
+
+
+def _flat(
+    call: UpdateCall, step: float | None, batch: Sequence[_Piece]
+) -> list[tuple[Tensor, Tensor, Tensor]]:
+    """Of each role the batch end to end: as the update left it, by torch, and in fp64."""
     index = call.indices[batch[0].position]
     device = batch[0].now["param"].device
     roles = list(batch[0].now)
     before = {r: torch.cat([piece.before[r].to(device) for piece in batch]) for r in roles}
-    grad = torch.cat([piece.grad.to(device) for piece in batch])
-    lengths = [piece.grad.numel() for piece in batch]
-    native, exact = (
-        _by_torch(call, index, step, before, grad, dtype) for dtype in (None, torch.float64)
-    )
-    flat = [(torch.cat([p.now[r] for p in batch]), native[r], exact[r]) for r in roles]
-    for role, figures in zip(roles, measure_parts(flat, lengths), strict=True):
-        for piece, count, found in zip(batch, lengths, figures, strict=True):
-            sums = squares.setdefault((piece.position, role), [0.0, 0.0, 0.0])
-            squares[piece.position, role] = [
-                total + count * figure * figure for total, figure in zip(sums, found, strict=True)
-            ]
+    grad = _joined([piece.grad.to(device) for piece in batch])
+    wide = {r: t.to(torch.float64, copy=True) for r, t in before.items()}
+    exact = _by_torch(call, index, step, wide, grad, fused=True)
+    native = _by_torch(call, index, step, before, grad, fused=False)
+    return [(_joined([p.now[r] for p in batch]), native[r], exact[r]) for r in roles]
+
+
+def _joined(parts: Sequence[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat([*parts])
+
+
+def _squares(call: UpdateCall, measured: Sequence[_Measured]) -> Squares:
+    """What all batches make up of each tensor's size and errors; waits for the device once."""
+    squares: Squares = {}
+    if not measured:
+        return squares
+    norms = torch.cat([found.norms.flatten() for found in measured]).cpu()
+    parts = norms.split([found.norms.numel() for found in measured])
+    for found, own in zip(measured, parts, strict=True):
+        if own.isfinite().all():
+            by_role = figures_of_parts(own.view(found.norms.shape).tolist(), found.lengths)
+        else:
+            by_role = measure_parts(_flat(call, found.step, found.batch), found.lengths)
+        for role, figures in zip(found.batch[0].now, by_role, strict=True):
+            for piece, count, figure in zip(found.batch, found.lengths, figures, strict=True):
+                sums = squares.setdefault((piece.position, role), [0.0, 0.0, 0.0])
+                squares[piece.position, role] = [
+                    total + count * f * f for total, f in zip(sums, figure, strict=True)
+                ]
+    return squares
 
 
 def _worst(
@@ -169,26 +206,23 @@ def _by_torch(
     step: float | None,
     before: Tensors,
     grad: Tensor,
-    dtype: torch.dtype | None,
+    *,
+    fused: bool,
 ) -> Tensors:
-    """One step of an optimizer of the user's class and options over flat pieces of parameters."""
+    """One step of an optimizer of the user's class and options over flat pieces of parameters.
+
+    before: is written, and returned. fused: by torch's one kernel, which rounds once, in place of
+    its single operators, which round as often as the user's do.
+    """
     optimizer, group = call.handle.optimizer, call.handle.group_of(index)
-    param = nn.Parameter(before["param"].to(dtype=dtype or before["param"].dtype, copy=True))
+    param = nn.Parameter(before["param"])
     param.grad = grad.to(param.dtype)
-    made = type(optimizer)([{**_plain(group), "params": [param]}])
-    states: dict[str, Any] = {
-        role: t.to(dtype=dtype or t.dtype, copy=True)
-        for role, t in before.items()
-        if role != "param"
-    }
-    if step is not None:
-        states["step"] = torch.tensor(step)
+    options = {**group, "foreach": False, "fused": fused, "capturable": False}
+    made = type(optimizer)([{**options, "params": [param]}])
+    states: dict[str, Any] = {role: t for role, t in before.items() if role != "param"}
+    if step is not None:  # one kernel reads the count where it runs
+        states["step"] = torch.full((), step, device=param.device if fused else "cpu")
     if states:
         made.state[param] = states
     made.step()
     return {"param": param.detach(), **{role: made.state[param][role] for role in states}}
-
-
-def _plain(group: Mapping[str, Any]) -> dict[str, Any]:
-    """A group's options, for torch's single-tensor form on a host's counter."""
-    return {**group, "foreach": False, "fused": False, "capturable": False}
