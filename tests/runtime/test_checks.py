@@ -119,6 +119,77 @@ def test_one_parameter_s_wrong_update_is_seen_in_company(
     assert "update of 3.bias (param)" in line
 
 
+def test_all_batches_of_an_update_are_launched_before_one_is_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The device is waited for once, however many there are; infinity takes another look."""
+    monkeypatch.setattr(update_check, "_LARGEST", 5)
+    monkeypatch.setattr(update_check, "_LEAST", 5)
+    monkeypatch.setattr(foreach, "compare_update", lambda *_: None)
+    events: list[str] = []
+
+    def noted(name: str) -> None:
+        own = getattr(update_check, name)
+        monkeypatch.setattr(update_check, name, lambda *args: (events.append(name), own(*args))[1])
+
+    for name in ("norms_of_parts", "figures_of_parts", "measure_parts"):
+        noted(name)
+    model, step = make("AdamW")
+    compiled = trainfuse.compile(step, backend="triton", verify=1)
+    train(compiled, 1)
+    launched = events.index("figures_of_parts")
+    assert events == ["norms_of_parts"] * launched + ["figures_of_parts"] * launched
+    assert launched == -(-sum(p.numel() for p in model.parameters()) // 5)
+    events.clear()
+    with torch.no_grad():
+        model[0].weight[0, 0] = torch.inf  # behind the tanh all is finite
+    compiled(torch.ones(5, 4))
+    assert "measure_parts" in events
+    assert compiled.stats()["gate"] == "pass"
+
+
+@pytest.mark.parametrize("options", [{}, {"amsgrad": True}, {"maximize": True, "eps": 1e-3}])
+def test_an_update_s_exact_side_is_torch_s_step_in_fp64(
+    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(foreach, "compare_update", lambda *_: None)
+    torch.manual_seed(0)
+    model = nn.Linear(4, 3)
+    update = torch.optim.AdamW(model.parameters(), lr=0.05, weight_decay=0.1, **options)
+
+    def step(x: Tensor) -> Tensor:
+        update.zero_grad()
+        loss = model(x).square().mean()
+        loss.backward()
+        update.step()
+        return loss.detach()
+
+    seen: list[tuple[Any, ...]] = []
+    own = update_check._flat
+
+    def kept(call: Any, step: Any, batch: Any) -> Any:
+        made = own(call, step, batch)
+        before = {r: torch.cat([piece.before[r] for piece in batch]) for r in batch[0].now}
+        seen.append((step, before, torch.cat([piece.grad for piece in batch]), made))
+        return made
+
+    monkeypatch.setattr(update_check, "_flat", kept)
+    train(trainfuse.compile(step, backend="triton", verify=1))
+    assert [count for count, *_ in seen] == [0, 1, 2]
+    for count, before, grad, made in seen:
+        wide = {role: value.double() for role, value in before.items()}
+        param = nn.Parameter(wide.pop("param"))
+        param.grad = grad.double()
+        alone = torch.optim.AdamW([param], lr=0.05, weight_decay=0.1, **options)
+        alone.state[param] = {"step": torch.tensor(float(count)), **wide}
+        alone.step()
+        expected = {"param": param.detach(), **wide}
+        for role, (_, native, exact) in zip(before, made, strict=True):
+            torch.testing.assert_close(exact, expected[role], rtol=1e-12, atol=1e-300)
+            assert native.dtype is torch.float32
+            torch.testing.assert_close(native.double(), exact, rtol=1e-5, atol=1e-6)
+
+
 def test_a_right_update_is_torch_s_own_step_to_rounding(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rates, betas and counters as the user sees them, over steps, loads and a schedule."""
     seen: list[Any] = []
