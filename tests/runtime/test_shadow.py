@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import trainfuse
+from trainfuse.capture import shadow
 from trainfuse.capture.shadow import Seen, Shadow
 from trainfuse.runtime import captured, step_gate
 
@@ -153,6 +154,44 @@ def test_it_sees_the_step_and_leaves_no_trace(make: Make, monkeypatch: pytest.Mo
     written = {name for result in results for name in result.written}
     mutated = {name for name, _ in model.named_buffers()}
     assert {name for name in written if name in mutated} == mutated
+
+
+def test_integers_are_copied_only_where_an_operator_writes_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Whether the others have changed would be asked of the device, which is waited for."""
+    copied: list[list[Tensor]] = []
+    look, compare = Shadow.look, shadow._Writes._compare
+
+    def watched(self: Shadow, copies: Any, *more: Any) -> Seen:
+        return look(self, lambda t: (copied.append([x.clone() for x in t]), copies(t))[1], *more)
+
+    asked: list[int] = []
+    monkeypatch.setattr(Shadow, "look", watched)
+    monkeypatch.setattr(
+        shadow._Writes, "_compare", lambda self: (asked.append(len(self._old)), compare(self))[1]
+    )
+    model = nn.Sequential(nn.Embedding(7, 6), nn.Linear(6, 2))
+    calls = torch.zeros(2, dtype=torch.int64)
+
+    def loss_of(ids: Tensor) -> Tensor:
+        if counting:
+            calls.add_(1)
+        return model(ids).square().mean()
+
+    for counting in (False, True):
+        torch.compiler.reset()
+        compiled = trainfuse.compile(_step(model, loss_of), backend="eager", verify=1)
+        for _ in range(2):
+            compiled(torch.tensor([[1, 2], [0, 6]]))
+        assert compiled.stats()["gate"] == "pass"
+        integers = [t for some in copied for t in some if not t.is_floating_point()]
+        assert [t.tolist() for t in integers] == (
+            [[0, 0], [1, 1], [1, 1], [2, 2]] if counting else []
+        )
+        assert asked == [int(counting)] * 2
+        asked.clear()
+    assert calls.tolist() == [2, 2]
 
 
 @pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)

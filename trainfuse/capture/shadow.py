@@ -219,9 +219,10 @@ class _Eager:
 
 
 class _Writes(TorchDispatchMode):
-    """Keeps the old values of inputs: of parameters when an operator is about to write one.
+    """Keeps the old values of inputs when an operator is about to write one.
 
-    Of other inputs always: batch norm writes its statistics, and its schema does not say so.
+    Of floating ones that are no parameters always: batch norm writes its statistics, and its schema
+    does not say so.
     """
 
     def __init__(
@@ -230,7 +231,7 @@ class _Writes(TorchDispatchMode):
         """written: positions of the inputs that are written, where an earlier run has shown it."""
         super().__init__()
         self._copies = copies
-        self._params: dict[int, list[Tensor]] = {}
+        self._watched: dict[int, list[Tensor]] = {}
         self._old: dict[int, Tensor] = {}
         self._tensors: dict[int, Tensor] = {}
         self._inputs = inputs
@@ -239,10 +240,11 @@ class _Writes(TorchDispatchMode):
         if written is not None:
             self._keep([tensors[place] for place in written])
             return
-        params = [t for t in tensors.values() if isinstance(t, torch.nn.Parameter)]
-        for value in {id(t): t for t in params}.values():
-            self._params.setdefault(_memory(value), []).append(value)
-        self._keep([t for t in tensors.values() if not isinstance(t, torch.nn.Parameter)])
+        each = {id(t): t for t in tensors.values()}.values()
+        self._keep([t for t in each if _written_unsaid(t)])
+        for value in each:
+            if not _written_unsaid(value):
+                self._watched.setdefault(_memory(value), []).append(value)
 
     def _keep(self, values: Sequence[Tensor]) -> None:
         new = {id(value): value for value in values}
@@ -266,7 +268,7 @@ class _Writes(TorchDispatchMode):
                     given = args[i] if i < len(args) else kwargs.get(argument.name)
                     for value in tree_leaves(given):
                         if isinstance(value, Tensor):
-                            self._keep(self._params.pop(_memory(value), ()))
+                            self._keep(self._watched.pop(_memory(value), ()))
         return func(*args, **kwargs)
 
     def wrote(self, value: Any) -> bool:
@@ -295,6 +297,11 @@ class _Writes(TorchDispatchMode):
             for key, old in self._old.items():
                 if self.wrote(self._tensors[key]):
                     self._tensors[key].copy_(old)
+
+
+def _written_unsaid(value: Tensor) -> bool:
+    """Whether an operator may write an input though its schema doesn't say so."""
+    return value.is_floating_point() and not isinstance(value, torch.nn.Parameter)
 
 
 def _memory(value: Tensor) -> int:
