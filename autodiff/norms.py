@@ -100,8 +100,13 @@ def _norms_of_parts(
     columns: Sequence[torch.Tensor], lengths: Sequence[int], whole: bool
 ) -> list[torch.Tensor]:
     """Norms of consecutive parts: of the last tensor's, if whole, then of the others' errors."""
-    differences = _differences(columns, whole)
-    return [*torch._foreach_norm([p for d in differences for p in d.split(list(lengths))])]
+    made = (_norms_in_fp64(d.split(list(lengths))) for d in _differences(columns, whole))
+    return [norm for norms in made for norm in norms]
+
+
+def _norms_in_fp64(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Norms of tensors of one type: in fp32 a square may be below its smallest number."""
+    return [*torch._foreach_norm(tensors, 2, dtype=torch.float64)]
 
 
 class _Norms:
@@ -127,7 +132,7 @@ class _Norms:
             place: list[int] = []
             places.append(place)
             if piece[0].numel() * _FRACTION_SMALL > _PIECE:
-                norms = [torch.linalg.vector_norm(t) for t in _differences(piece, whole)]
+                norms = [_norms_in_fp64([t])[0] for t in _differences(piece, whole)]
                 place += self._keep(piece[0].device, norms)
                 continue
             key = (piece[0].device, whole, *(t.dtype for t in piece))
@@ -174,13 +179,17 @@ class _Together:
 
 
 def _differences(piece: Sequence[torch.Tensor], whole: bool) -> Iterator[torch.Tensor]:
-    """The last of some tensors in fp64, if asked for, and how far the others are from it."""
+    """The last of some tensors, if asked for, and how far the others are from it.
+
+    A difference is rounded once, and to fp32 where what differs is no better.
+    """
     *others, exact = piece
-    exact = exact.double()
+    exact = exact.float() if _is_half(exact) else _floating(exact)
     if whole:
         yield exact
-    for other in reversed(others):
-        yield _wide(other) - exact
+    for other in map(_floating, reversed(others)):
+        dtype = torch.float64 if other.dtype is torch.float64 else torch.float32
+        yield torch.sub(other, exact, out=torch.empty_like(other, dtype=dtype))
 
 
 def _pieces(*tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
@@ -196,7 +205,11 @@ def _pieces(*tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
         yield tuple(part.to(device) for part in parts)
 
 
-def _wide(x: torch.Tensor) -> torch.Tensor:
+def _is_half(x: torch.Tensor) -> bool:
+    return x.dtype in (torch.float16, torch.bfloat16)
+
+
+def _floating(x: torch.Tensor) -> torch.Tensor:
     # a subtraction itself widens, but not every type has one
     return x if x.is_floating_point() and x.dtype.itemsize > 1 else x.double()
 
