@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
@@ -15,35 +15,55 @@ from unittest import mock
 import torch
 from torch.nn import functional
 
-from . import (
-    _compat,
-    philox,  # noqa: F401  # registers torch.ops.trainfuse.seed and keep_mask
-)
+from . import _compat, philox
+
+Draw = tuple[float, tuple[int, ...]]
+"""A dropout's probability and shape."""
+Drawn = dict[tuple[int, Draw], torch.Tensor]
+"""Masks by offset, and what they were drawn for."""
 
 
 @dataclass(slots=True)
 class Masks:
     """A seed a device, drawn at the first dropout there, then one offset a dropout.
 
-    count: how many have drawn. drawn: masks by offset, which runs of one step from one state of the
-    generators share; None keeps none.
+    count: how many have drawn. drawn: masks that runs of one step from one state of the generators
+    share; None keeps none. expected: the dropouts to come, by offset: those that are alike are
+    drawn with the first of them, where they are kept.
     """
 
     seeds: dict[torch.device, torch.Tensor] = field(default_factory=dict)
     count: int = 0
-    drawn: dict[int, torch.Tensor] | None = None
+    drawn: Drawn | None = None
+    expected: Sequence[Draw] = ()
 
     def keep(self, x: torch.Tensor, p: float) -> torch.Tensor:
         """The next dropout's mask: which elements of x stay."""
         if x.device not in self.seeds:
             self.seeds[x.device] = torch.ops.trainfuse.seed(x)
         offset, self.count = self.count, self.count + 1
-        if self.drawn is not None and offset in self.drawn:
-            return self.drawn[offset]
-        mask = torch.ops.trainfuse.keep_mask(self.seeds[x.device], offset, p, list(x.shape))
-        if self.drawn is not None:
-            self.drawn[offset] = mask
-        return mask
+        draw = p, tuple(x.shape)
+        if self.drawn is None:
+            return self._one(x, offset, draw)
+        if (offset, draw) not in self.drawn:
+            offsets = self._alike(offset, draw)
+            if len(offsets) > 1:
+                masks = philox.keep_masks(self.seeds[x.device], offsets, *draw)
+            else:
+                masks = [self._one(x, offset, draw)]
+            self.drawn |= zip([(i, draw) for i in offsets], masks, strict=True)
+        return self.drawn[offset, draw]
+
+    def _one(self, x: torch.Tensor, offset: int, draw: Draw) -> torch.Tensor:
+        p, shape = draw
+        return torch.ops.trainfuse.keep_mask(self.seeds[x.device], offset, p, list(shape))
+
+    def _alike(self, offset: int, draw: Draw) -> list[int]:
+        """Offsets of the dropouts to come, from this one on, that are as it is."""
+        later = range(offset + 1, len(self.expected))
+        if offset >= len(self.expected) or self.expected[offset] != draw:
+            return [offset]
+        return [offset, *(i for i in later if self.expected[i] == draw)]
 
     def repeated(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """What runs a function again, with the masks of its first run, which begins now."""

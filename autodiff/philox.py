@@ -92,20 +92,39 @@ def keep_mask(seed: torch.Tensor, offset: int, p: float, shape: list[int]) -> to
     `word_shape` takes word i % 4 of Philox at counter (low32(i // 4), offset, high32(i // 4), 0),
     and is dropped where the word is below p * 2**32.
     """
+    return keep_masks(seed, [offset], p, shape)[0]
+
+
+def keep_masks(
+    seed: torch.Tensor, offsets: Sequence[int], p: float, shape: Sequence[int]
+) -> list[torch.Tensor]:
+    """`keep_mask` of several draws, small ones together: it is their launches that take time."""
     whole = word_shape(shape)
     count = math.prod(whole)
     blocks = -(-count // BLOCK)
-    dropped = dropped_words(p)
-    kept = seed.new_empty((blocks, BLOCK), dtype=torch.bool)
-    for first in range(0, blocks, _PIECE):
-        last = min(first + _PIECE, blocks)
-        block = torch.arange(first, last, device=seed.device, dtype=torch.int64)
-        draw = torch.full_like(block[:1], offset & _MASK32)
-        words = philox(seed, (block & _MASK32, draw, block >> 32, torch.zeros_like(draw)))
-        for word, place in zip(words, kept[first:last].unbind(-1), strict=True):
-            torch.ge(word, dropped, out=place)
-    mask = kept.reshape(-1)[:count].reshape(whole)
-    return mask[..., : shape[-1]].contiguous() if shape else mask
+    kept = seed.new_empty((len(offsets), blocks, BLOCK), dtype=torch.bool)
+    together = max(_PIECE // max(blocks, 1), 1)
+    for start in range(0, len(offsets), together):
+        draws = _column(offsets[start : start + together], seed.device)
+        for first in range(0, blocks, _PIECE):
+            last = min(first + _PIECE, blocks)
+            block = torch.arange(first, last, device=seed.device, dtype=torch.int64)
+            words = philox(seed, (block & _MASK32, draws, block >> 32, torch.zeros_like(draws)))
+            places = kept[start : start + together, first:last].unbind(-1)
+            for word, place in zip(words, places, strict=True):
+                torch.ge(word, dropped_words(p), out=place)
+    masks = kept.view(len(offsets), -1)[:, :count].unflatten(1, whole or (1,))
+    if not shape:
+        return [mask.reshape(()) for mask in masks]
+    return [mask[..., : shape[-1]].contiguous() for mask in masks]
+
+
+def _column(offsets: Sequence[int], device: torch.device) -> torch.Tensor:
+    """Offsets as words, a row each; one of them without a copy from the host."""
+    words = [offset & _MASK32 for offset in offsets]
+    if len(words) == 1:
+        return torch.full((1, 1), words[0], dtype=torch.int64, device=device)
+    return torch.tensor(words, dtype=torch.int64, device=device).unsqueeze(-1)
 
 
 def _keep_mask_fake(seed: torch.Tensor, offset: int, p: float, shape: list[int]) -> torch.Tensor:

@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from autodiff import ops
 from autodiff.graph import TrainingGraph
+from autodiff.masks import Masks
 from autodiff.reference import Operation
 from tests.runtime.graphs import trace
 from tests.runtime.live import Live
@@ -242,7 +243,7 @@ def test_a_product_s_dropout_is_not_rounded_to_halves() -> None:
     tg = trace(lambda x, w: torch.native_dropout(x @ w, 0.1, True)[0], args)
     plan = schedule(tg.nodes(), tg.output_nodes, wide=True)
     given = dict(zip(tg.graph.find_nodes(op="placeholder"), args, strict=True))
-    masked = captured._with_masks(Widened(Boundary()), set(tg.nodes()), None, wide=True)
+    masked = captured._with_masks(Widened(Boundary()), set(tg.nodes()), Masks(), wide=True)
     (value,) = evaluate(plan, given, masked).values()
     product = (args[0] @ args[1]).float()
     assert value.dtype is torch.float32

@@ -85,11 +85,11 @@ class Shadow:
 
         return call
 
-    def look(self, copies: Copies, drawn: dict[int, Tensor] | None = None) -> Seen:
+    def look(self, copies: Copies, masks: Masks | None) -> Seen:
         """Run the step on the inputs of the call under way, and put back what it wrote of them.
 
-        copies: makes those that are kept. drawn: receives the dropout masks. The optimizer does not
-        run.
+        copies: makes those that are kept. masks: taken by dropout; None for torch's own. The
+        optimizer does not run.
         """
         seen, args = Seen(), self._args
         # the graph is a straight line: what its operators write, they write at every run
@@ -100,12 +100,13 @@ class Shadow:
 
         try:
             with watch if self._written is None else contextlib.nullcontext():
-                outputs = self._run(args, update, seen, drawn)
+                outputs = self._run(args, update, masks)
             self._written = watch.kept
             kept = iter(copies([o for o in outputs if isinstance(o, Tensor)]))
             seen.outputs = [next(kept) if isinstance(o, Tensor) else o for o in outputs]
             written = {i: arg for i, arg in enumerate(args) if watch.wrote(arg)}
             seen.written = dict(zip(written, copies([*written.values()]), strict=True))
+            seen.draws = 0 if masks is None else masks.count
         finally:
             watch.undo()
         return seen
@@ -118,16 +119,9 @@ class Shadow:
             with torch.no_grad():
                 handle.run_eager([handle.index_of(p) for p in params], grads)
 
-        return self._run(args, update, Seen())
+        return self._run(args, update, Masks() if self.fast_rng else None)
 
-    def _run(
-        self,
-        args: Sequence[Any],
-        update: Callable[..., None],
-        seen: Seen,
-        drawn: dict[int, Tensor] | None = None,
-    ) -> Any:
-        masks = Masks(drawn=drawn) if self.fast_rng else None
+    def _run(self, args: Sequence[Any], update: Callable[..., None], masks: Masks | None) -> Any:
         with contextlib.ExitStack() as stack:
             stack.enter_context(torch.enable_grad())
             for device, (enabled, dtype) in self._autocast.items():
@@ -135,9 +129,7 @@ class Shadow:
             if masks is not None:
                 stack.enter_context(installed(masks))
             with self._eager.during(update, masks):
-                outputs = self._forward(*args)
-        seen.draws = 0 if masks is None else masks.count
-        return outputs
+                return self._forward(*args)
 
 
 class _Eager:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, fx
 
 from autodiff import ops
-from autodiff.masks import Masks
+from autodiff.masks import Draw, Drawn, Masks
 from autodiff.reference import Environment, Operation, widen
 from trainfuse.runtime.fallback import Boundary
 from trainfuse.runtime.reference import Native, Run, Widened, constants, evaluate
@@ -72,10 +72,11 @@ class CapturedStep:
         self._wanted = [g for update in self.updates for g in _grads(update)]
         self._wanted += [*self._outputs.values(), *self._written.values()]
         self._live = _behind(self._wanted)
-        dropouts = [n for n in self._live if n.target is _DROPOUT] if fast_rng else []
-        self.draws = len(dropouts)
+        live = [n for n in self.tg.nodes() if n in self._live] if fast_rng else []
+        dropouts = [n for n in live if n.target is _DROPOUT]
+        self._draws = [_draw(n) for n in dropouts]
         self._mask_bytes = sum(count_of(n.meta["val"][0]) for n in dropouts)
-        self._drawn: dict[int, Tensor] | None = None
+        self._drawn: Drawn | None = None
         self._unbounded: dict[tuple[bool, str], Schedule] = {}
         self._native = Native()
         self._widened: dict[str, Widened] = {}
@@ -141,7 +142,12 @@ class CapturedStep:
         if wide:  # what runs wide depends on whether products may be in TF32
             precision = torch.get_float32_matmul_precision()
             run = self._widened.setdefault(precision, Widened(self.boundary))
-        return _with_masks(run, self._live, self._drawn, wide=wide) if self._fast_rng else run
+        masks = self._masks()
+        return run if masks is None else _with_masks(run, self._live, masks, wide=wide)
+
+    def _masks(self) -> Masks | None:
+        """What dropout takes in a run; None where torch draws."""
+        return Masks(drawn=self._drawn, expected=self._draws) if self._fast_rng else None
 
     def _results(self, of: Callable[[fx.Node], Tensor]) -> Results:
         return Results(
@@ -169,8 +175,8 @@ class CapturedStep:
         if self.shadow is None:
             return None
         with _same_draws(args):
-            seen = self.shadow.look(copies, self._drawn)
-        if seen.draws != self.draws or len(seen.gradients) != len(self.updates):
+            seen = self.shadow.look(copies, self._masks())
+        if seen.draws != len(self._draws) or len(seen.gradients) != len(self.updates):
             return None
         results = Results()
         for update, found in zip(self.updates, seen.gradients, strict=True):
@@ -276,11 +282,15 @@ def _alike(value: Any, node: fx.Node) -> bool:
     return (tuple(value.shape), value.dtype) == (tuple(like.shape), like.dtype)
 
 
-def _with_masks(
-    run: Run, live: set[fx.Node], drawn: dict[int, Tensor] | None, *, wide: bool
-) -> Run:
+def _draw(node: fx.Node) -> Draw:
+    """What a dropout draws; a size that the data decides is like no other."""
+    arguments: Any = node.args
+    sizes = arguments[0].meta["val"].shape
+    return float(arguments[1]), tuple(s if isinstance(s, int) else -1 for s in sizes)
+
+
+def _with_masks(run: Run, live: set[fx.Node], masks: Masks, *, wide: bool) -> Run:
     """Dropout by the program's masks; a dropout that nothing reads draws none."""
-    masks = Masks(drawn=drawn)
 
     def masked(node: fx.Node) -> Operation:
         if node.target is not _DROPOUT or node not in live:
