@@ -11,7 +11,7 @@ import triton.language as tl
 from torch.utils._python_dispatch import TorchDispatchMode
 from training_graphs import training_graph
 
-from autodiff import philox
+from autodiff import masks, philox
 from autodiff.recompute import plan_recompute
 from autodiff.reference import run_graph
 from autodiff.rng import functionalize_dropout
@@ -196,3 +196,44 @@ def test_a_mask_in_pieces_is_the_mask(shape: list[int], monkeypatch: pytest.Monk
     whole = philox.keep_mask(seed, 5, 0.5, shape)
     monkeypatch.setattr(philox, "_PIECE", 2)
     assert torch.equal(philox.keep_mask(seed, 5, 0.5, shape), whole)
+
+
+@pytest.mark.parametrize("piece", [8, 100, 1 << 20])
+@pytest.mark.parametrize("shape", [[], [3], [5, 18], [2, 3, 7], [0, 4]], ids=str)
+def test_masks_drawn_together_are_those_drawn_alone(
+    piece: int, shape: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seed, offsets = torch.tensor([-42]), [3, 5, 6, (1 << 32) - 1, 11]
+    alone = [philox.keep_mask(seed, offset, 0.3, shape) for offset in offsets]
+    monkeypatch.setattr(philox, "_PIECE", piece)
+    together = philox.keep_masks(seed, offsets, 0.3, shape)
+    for mask, expected in zip(together, alone, strict=True):
+        assert mask.is_contiguous()
+        assert torch.equal(mask, expected)
+
+
+def test_dropouts_that_are_alike_are_drawn_with_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where masks are kept; one that is not as expected draws for itself."""
+    drawn_alone, expected = (
+        masks.Masks(),
+        [(0.5, (4, 6)), (0.1, (3,)), (0.5, (4, 6)), (0.5, (4, 6))],
+    )
+    calls: list[int] = []
+    own = philox.philox
+    monkeypatch.setattr(philox, "philox", lambda *a: (calls.append(1), own(*a))[1])
+    kept: masks.Drawn = {}
+    runs = [masks.Masks(drawn=kept, expected=expected) for _ in range(2)]
+    asked = [(0.5, (4, 6)), (0.1, (3,)), (0.2, (4, 6)), (0.5, (4, 6))]
+    for one in (drawn_alone, *runs):
+        one.seeds[torch.device("cpu")] = torch.tensor([7])
+    for (p, shape), draws in zip(asked, (1, 1, 1, 0), strict=True):
+        x = torch.zeros(shape)
+        want = drawn_alone.keep(x, p)
+        calls.clear()
+        assert torch.equal(runs[0].keep(x, p), want)
+        assert len(calls) == draws
+    calls.clear()
+    for offset, (p, shape) in enumerate(expected):
+        mask = runs[1].keep(torch.zeros(shape), p)
+        assert torch.equal(mask, philox.keep_mask(torch.tensor([7]), offset, p, [*shape]))
+    assert len(calls) == len(expected), "only the test has drawn"
