@@ -90,7 +90,8 @@ class Expressions:
         target = target or node.target
         if target in CALLED_AS:
             target, names = CALLED_AS[target]
-            args, kwargs = args[:1], {**dict(zip(names, args[1:], strict=True)), **kwargs}
+            named = dict(zip(names, args[1:], strict=True))
+            args, kwargs = args[:1], named | dict(kwargs)
         parts = [self.value(a) for a in args]
         parts += [f"{key}={self.value(v)}" for key, v in kwargs.items()]
         return f"{self._callee(target)}({', '.join(parts)})"
