@@ -21,7 +21,10 @@ LEAST_MOVE = 1e-3
 
 @dataclass(frozen=True, slots=True)
 class TensorError:
-    """RMSE of one tensor against fp64, ours and eager's; ratio is the one to hold to `limit`."""
+    """RMSE of one tensor against fp64, ours and eager's; ratio is the one to hold to `limit`.
+
+    size: RMS of the tensor in fp64.
+    """
 
     name: str
     step: int
@@ -30,6 +33,7 @@ class TensorError:
     ratio: float
     note: str = ""
     elements: int = 1
+    size: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,7 +169,8 @@ def judge(
 ) -> tuple[TensorError, ...]:
     """Errors of three runs' tensors, by name.
 
-    known: what `measure` gave for eager and fp64 by name, where that was asked before.
+    known: what `measure` gave for eager and fp64 by name, or for all three, where that was asked
+    before.
 
     A tensor of fewer than SMALL_TENSOR elements (a loss, a bias) may have been lucky in eager: it
     is measured against eager's median relative error where that is larger, of `usual` if given,
@@ -200,7 +205,8 @@ def judge(
             if theirs.numel() < SMALL_TENSOR:
                 allowed = max(allowed, typical * size)
             ratio = excess(error, allowed, theirs.dtype, size, scale, k)
-            errors.append(TensorError(name, step, error, own, ratio, elements=theirs.numel()))
+            count = theirs.numel()
+            errors.append(TensorError(name, step, error, own, ratio, elements=count, size=size))
     return tuple(errors)
 
 

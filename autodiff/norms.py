@@ -12,6 +12,8 @@ _PIECE = 1 << 22
 """Elements that are held in fp64 at a time."""
 _FRACTION_SMALL, _FRACTION_TOGETHER = 16, 4
 """Parts of a piece: tensors up to one are laid end to end, until they are the other together."""
+_PIECES_PENDING = 8
+"""Pieces whose differences wait for their norms."""
 
 
 def rms(x: torch.Tensor) -> float:
@@ -23,38 +25,63 @@ def rmse(x: torch.Tensor, reference: torch.Tensor, eager: torch.Tensor | None = 
     """Root mean square error against fp64.
 
     Where the reference isn't finite, x must be NaN or infinite exactly as eager is: else inf. The
-    tensors may be on several devices; at most _PIECE elements at a time are copied to that of x.
+    tensors may be on several devices: pieces are copied to that of x, a few at a time.
     """
     if eager is None:
         return measure([(x, reference)])[0][1]
     return measure([(x, eager, reference)])[0][2]
 
 
-@torch.no_grad()
 def measure(
     items: Sequence[tuple[torch.Tensor, ...]], known: Sequence[Figures | None] | None = None
 ) -> list[Figures]:
     """RMS figures of many tensors, waiting for each device once.
 
     items: (exact,), (eager, exact) or (ours, eager, exact). Returns the size of exact, then the
-    errors of eager and ours, as `rms` and `rmse` define them. known: for items of three, what
-    the last two of them gave; only the error of ours is then measured.
+    errors of eager and ours, as `rms` and `rmse` define them. known: what the last two of three
+    gave, so that the error of ours alone is measured; or what all of them gave.
     """
-    norms = _Norms()
-    given = known or [None] * len(items)
-    places = [norms.add(i, k is None) for i, k in zip(items, given, strict=True)]
-    values = norms.read()
-    results: list[Figures] = []
-    for item, before, place in zip(items, given, places, strict=True):
-        count = max(item[0].numel(), 1)
-        width = len(item) if before is None else 1
-        parts = [[values[item[0].device][i] for i in piece] for piece in place] or [[0.0] * width]
-        figures = tuple(math.hypot(*part) / math.sqrt(count) for part in zip(*parts, strict=True))
-        figures = (before or ()) + figures
-        # a norm is finite where every element is
-        finite = all(map(math.isfinite, figures))
-        results.append(figures if finite else _measure_special(*item))
-    return results
+    return Measurement(items, known).read()
+
+
+class Measurement:
+    """`measure` under way: launched when it is made, and waited for when it is read."""
+
+    @torch.no_grad()
+    def __init__(
+        self,
+        items: Sequence[tuple[torch.Tensor, ...]],
+        known: Sequence[Figures | None] | None = None,
+    ) -> None:
+        self._items, self._given = items, known or [None] * len(items)
+        self._norms = _Norms()
+        self._places = [
+            []
+            if given is not None and len(given) == len(item)
+            else self._norms.add(item, not given)
+            for item, given in zip(items, self._given, strict=True)
+        ]
+        self._norms.launch()
+
+    @torch.no_grad()
+    def read(self) -> list[Figures]:
+        """The figures."""
+        values = self._norms.read()
+        results: list[Figures] = []
+        for item, before, place in zip(self._items, self._given, self._places, strict=True):
+            if before is not None and len(before) == len(item):
+                results.append(before)
+                continue
+            count = max(item[0].numel(), 1)
+            width = len(item) if before is None else 1
+            found = [[values[item[0].device][i] for i in piece] for piece in place]
+            parts = zip(*(found or [[0.0] * width]), strict=True)
+            figures = tuple(math.hypot(*part) / math.sqrt(count) for part in parts)
+            figures = (before or ()) + figures
+            # a norm is finite where every element is
+            finite = all(map(math.isfinite, figures))
+            results.append(figures if finite else _measure_special(*item))
+        return results
 
 
 @torch.no_grad()
@@ -81,8 +108,8 @@ def norms_of_parts(
 
     Every item has as many tensors.
     """
-    made = [n for item in items for n in _norms_of_parts(item, lengths, whole=True)]
-    return torch.stack(made).view(len(items), -1, len(lengths))
+    parts = [p for i in items for d in _differences(i, True) for p in d.split(list(lengths))]
+    return torch.stack(_norms_in_fp64(parts)).view(len(items), -1, len(lengths))
 
 
 def figures_of_parts(norms: list[list[list[float]]], lengths: Sequence[int]) -> list[list[Figures]]:
@@ -96,28 +123,28 @@ def figures_of_parts(norms: list[list[list[float]]], lengths: Sequence[int]) -> 
     ]
 
 
-def _norms_of_parts(
-    columns: Sequence[torch.Tensor], lengths: Sequence[int], whole: bool
-) -> list[torch.Tensor]:
-    """Norms of consecutive parts: of the last tensor's, if whole, then of the others' errors."""
-    made = (_norms_in_fp64(d.split(list(lengths))) for d in _differences(columns, whole))
-    return [norm for norms in made for norm in norms]
-
-
 def _norms_in_fp64(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Norms of tensors of one type: in fp32 a square may be below its smallest number."""
-    return [*torch._foreach_norm(tensors, 2, dtype=torch.float64)]
+    """Norms of tensors of one device: in fp32 a square may be below its smallest number."""
+    alike: dict[torch.dtype, list[int]] = {}
+    for i, tensor in enumerate(tensors):
+        alike.setdefault(tensor.dtype, []).append(i)
+    found: dict[int, torch.Tensor] = {}
+    for places in alike.values():
+        norms = torch._foreach_norm([tensors[i] for i in places], 2, dtype=torch.float64)
+        found |= zip(places, norms, strict=True)
+    return [found[i] for i in range(len(tensors))]
 
 
 class _Norms:
     """Norms of exact tensors and of differences from them.
 
-    A large tensor has launches of its own, small ones together: of these it is the launches and
-    not the bytes that take time.
+    Small tensors are laid end to end, and norms of several tensors are one launch: it is the
+    launches and not the bytes that take time.
     """
 
     def __init__(self) -> None:
         self._made: dict[torch.device, list[torch.Tensor]] = {}
+        self._pending: dict[torch.device, list[torch.Tensor]] = {}
         self._waiting: dict[object, _Together] = {}
 
     def add(self, item: tuple[torch.Tensor, ...], whole: bool) -> list[list[int]]:
@@ -132,34 +159,49 @@ class _Norms:
             place: list[int] = []
             places.append(place)
             if piece[0].numel() * _FRACTION_SMALL > _PIECE:
-                norms = [_norms_in_fp64([t])[0] for t in _differences(piece, whole)]
-                place += self._keep(piece[0].device, norms)
+                place += self._keep([*_differences(piece, whole)])
                 continue
             key = (piece[0].device, whole, *(t.dtype for t in piece))
             together = self._waiting.setdefault(key, _Together(whole))
             together.add([t.reshape(-1) for t in piece], place)
             if together.count * _FRACTION_TOGETHER >= _PIECE:
-                self._launch(self._waiting.pop(key))
+                self._join(self._waiting.pop(key))
         return places
 
-    def _keep(self, device: torch.device, norms: Sequence[torch.Tensor]) -> range:
-        made = self._made.setdefault(device, [])
-        first = len(made)
-        made += norms
-        return range(first, len(made))
-
-    def _launch(self, together: _Together) -> None:
+    def _join(self, together: _Together) -> None:
         columns = [torch.cat(column) for column in zip(*together.rows, strict=True)]
         lengths = [row[0].numel() for row in together.rows]
-        kept = self._keep(columns[0].device, _norms_of_parts(columns, lengths, together.whole))
+        differences = _differences(columns, together.whole)
+        kept = self._keep([part for d in differences for part in d.split(lengths)])
         for i, place in enumerate(together.places):
             place += kept[i :: len(lengths)]
 
+    def _keep(self, tensors: Sequence[torch.Tensor]) -> range:
+        """Where the norms of these will be."""
+        device = tensors[0].device
+        made = self._made.setdefault(device, [])
+        pending = self._pending.setdefault(device, [])
+        first = len(made) + len(pending)
+        pending += tensors
+        if sum(t.numel() for t in pending) > _PIECES_PENDING * _PIECE:
+            self._launch(device)
+        return range(first, first + len(tensors))
+
+    def _launch(self, device: torch.device) -> None:
+        self._made[device] += _norms_in_fp64(self._pending[device])
+        self._pending[device].clear()
+
+    def launch(self) -> None:
+        """Whatever waits for company."""
+        for together in self._waiting.values():
+            self._join(together)
+        self._waiting.clear()
+        for device, pending in self._pending.items():
+            if pending:
+                self._launch(device)
+
     def read(self) -> dict[torch.device, list[float]]:
         """The norms, by device; waits for each."""
-        for together in self._waiting.values():
-            self._launch(together)
-        self._waiting.clear()
         return {device: torch.stack(made).tolist() for device, made in self._made.items()}
 
 

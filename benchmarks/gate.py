@@ -56,7 +56,7 @@ PARTS: tuple[tuple[type, tuple[str, ...]], ...] = (
     (Shadow, ("look",)),
     (Masks, ("keep",)),
     (CapturedStep, ("run", "schedule")),
-    (StepGate, ("references", "_suspicious")),
+    (StepGate, ("references", "settle")),
     (Snapshot, ("__init__",)),
     (StepCheck, ("before", "after", "finish")),
     (Checks, ("_demand_finite",)),

@@ -19,7 +19,7 @@ import trainfuse
 from tests.runtime.graphs import run_alone
 from trainfuse import pipeline, plans
 from trainfuse.capture import optimizers, whole_step
-from trainfuse.runtime import finite, foreach, update_check
+from trainfuse.runtime import finite, foreach, step_gate, update_check
 from trainfuse.runtime.captured import CapturedStep
 from trainfuse.runtime.gate import Gate
 
@@ -93,6 +93,62 @@ def test_a_wrong_update_becomes_torch_s_own_step(
     assert plan.plan is not None
     assert plan.plan.program.groups, "right kernels went with the update"
     assert all(update.by_torch for update in plan.plan.program.updates.values())
+    torch.testing.assert_close(model.state_dict(), plain_model.state_dict(), rtol=1e-4, atol=1e-5)
+
+
+def plain_runs(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Collects, as they come, runs of the captured graph in its own precision."""
+    runs: list[bool] = []
+    own = CapturedStep.run
+
+    def counted(self: CapturedStep, args: Any, *, wide: bool, **more: Any) -> Any:
+        if not wide:
+            runs.append(True)
+        return own(self, args, wide=wide, **more)
+
+    monkeypatch.setattr(CapturedStep, "run", counted)
+    return runs
+
+
+@pytest.mark.parametrize("fallback", [True, False])
+def test_what_the_plan_rounds_as_well_needs_no_third_run(
+    fallback: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Gradients of nothing but roundings are far from fp64 in eager, and in the plan no less."""
+    monkeypatch.setattr(step_gate, "_SUSPICIOUS", 1e-9)
+    monkeypatch.setattr(step_gate, "_NOISE", 0.0)
+    runs = plain_runs(monkeypatch)
+    explained: list[Any] = []
+    explain = step_gate.StepGate.explain
+    monkeypatch.setattr(
+        step_gate.StepGate, "explain", lambda *a: (explained.append(a), explain(*a))[1]
+    )
+    compiled = trainfuse.compile(make()[1], backend="triton", verify="step", fallback=fallback)
+    train(compiled)
+    assert len(explained) == 2, "the gradients, and what is written"
+    assert not runs
+    assert compiled.stats()["gate"] == "pass"
+
+
+def test_what_the_plan_does_not_explain_is_settled_by_the_captured_graph(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A plan that is much better than eager says nothing of the capture: ATen does, once."""
+    monkeypatch.setattr(step_gate, "_SUSPICIOUS", 1e-9)
+    monkeypatch.setattr(step_gate, "_NOISE", 0.0)
+    runs = plain_runs(monkeypatch)
+
+    def unexplained(*_: Any) -> None:
+        raise step_gate.Unexplained
+
+    monkeypatch.setattr(step_gate.StepGate, "explain", unexplained)
+    plain_model, plain = make("AdamW")
+    train(trainfuse.compile(plain, backend="triton"))
+    model, step = make("AdamW")
+    compiled = trainfuse.compile(step, backend="triton", verify="step")
+    train(compiled)
+    assert runs == [True]
+    assert compiled.stats()["gate"] == "pass"
     torch.testing.assert_close(model.state_dict(), plain_model.state_dict(), rtol=1e-4, atol=1e-5)
 
 

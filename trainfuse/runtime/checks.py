@@ -24,7 +24,13 @@ from trainfuse.runtime.finite import NotFinite, Watch, all_finite, losses
 from trainfuse.runtime.plan import Plan
 from trainfuse.runtime.repro_steps import write_step_repro
 from trainfuse.runtime.snapshot import Snapshot
-from trainfuse.runtime.step_gate import StepCheck, StepGate, StepMismatch
+from trainfuse.runtime.step_gate import (
+    References,
+    StepCheck,
+    StepGate,
+    StepMismatch,
+    Unexplained,
+)
 
 
 class Checks:
@@ -77,17 +83,15 @@ class Checks:
         """A first call, compared where that is asked for; what was wrong is replaced."""
         if self._gate is None:
             return self._finite(plan, args, None)
-        try:
-            needed = plan.needed(args)
-            references = self._gate.references(args, needed, insist=not plan.tight)
-        except StepMismatch as wrong:
-            raise self._take_over(plan, wrong) from wrong
+        references = self._references(plan, args)
         looked = False
         while self._gate is not None:
             suspecting = plan.suspecting() if looked else nullcontext()
             try:
                 with suspecting:
                     return self._finite(plan, args, self._gate.check(references))
+            except Unexplained:
+                references = self._references(plan, args, references)
             except StepMismatch as wrong:
                 # values of today may show a fault of a kernel that those of its own check did not
                 if looked or wrong.part == "update" or not plan.program.groups:
@@ -96,6 +100,22 @@ class Checks:
                 else:
                     looked = True
         return self._finite(plan, args, None)
+
+    def _references(
+        self, plan: Plan, args: Sequence[Any], suspected: References | None = None
+    ) -> References | None:
+        """What the call is compared with; or, given that, the same once the capture is known right.
+
+        Raises TakeOver where it is not.
+        """
+        assert self._gate is not None
+        needed, insist = plan.needed(args), not plan.tight
+        try:
+            if suspected is None:
+                return self._gate.references(args, needed, insist=insist)
+            return self._gate.settle(args, suspected, needed, insist=insist)
+        except StepMismatch as wrong:
+            raise self._take_over(plan, wrong) from wrong
 
     def _replace(self, plan: Plan, args: Sequence[Any], wrong: StepMismatch) -> None:
         """Put what was wrong out of use: the update, the plan, and at last the captured graph."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from autodiff.compare import TensorError, judge, luck
 from autodiff.mismatch import wrong_integers
-from autodiff.norms import Figures, measure
+from autodiff.norms import Figures, Measurement
 from trainfuse.errors import GradientMismatch
 from trainfuse.log import get_logger
 from trainfuse.runtime.captured import CapturedStep, Results, by_name
@@ -33,6 +34,8 @@ _CAPTURE_LEEWAY = 4.0
 """Eager's kernels and the operators that they were taken apart into may round differently; what a
 wrong capture loses is no rounding."""
 _log = get_logger("gate")
+Values = Mapping[str, Tensor]
+Known = Mapping[str, Figures]
 
 
 class StepMismatch(Exception):
@@ -43,16 +46,49 @@ class StepMismatch(Exception):
         self.failure, self.part = failure, part
 
 
-@dataclass(frozen=True, slots=True)
+class Unexplained(Exception):
+    """Stops a step whose rounding doesn't explain how far eager is from the captured graph."""
+
+
+@dataclass
 class References:
     """What the step makes: by eager autograd (or ATen where there is none), and in fp64.
 
-    known: what `measure` gave for the two, of each update's gradients, by name.
+    share: of a gradient's size that the two may differ by before the capture is suspected; None
+    where both were made from it. settled: it was suspected, and is right. What they differ by is
+    asked of the device at once, and waited for when it is read.
     """
 
     native: Results
     exact: Results
-    known: Sequence[Mapping[str, Figures]]
+    share: float | None
+    settled: bool = False
+
+    def __post_init__(self) -> None:
+        self._pairs = [] if self.share is None else pairs_of(self.native, self.exact)
+        items = [(theirs[name], ours[name]) for theirs, ours in self._pairs for name in ours]
+        self._measurement = Measurement(items)
+
+    def known(self, update: int) -> Known:
+        """What `measure` gave for native and exact, of the gradients of one update."""
+        return {} if self.share is None else self._known[update]
+
+    @functools.cached_property
+    def _known(self) -> list[Known]:
+        found = iter(self._measurement.read())
+        return [{name: next(found) for name in ours} for _, ours in self._pairs]
+
+    @property
+    def suspected(self) -> bool:
+        """Whether eager is further from the captured graph than rounding explains at a glance."""
+        return self.share is not None and not self.settled and self._differ(self.share)
+
+    def _differ(self, share: float) -> bool:
+        for figures in self._known:
+            scale = max((size for size, _ in figures.values()), default=0.0)
+            if any(not error <= share * s + _NOISE * scale for s, error in figures.values()):
+                return True
+        return False
 
 
 class StepGate:
@@ -71,7 +107,7 @@ class StepGate:
         """What to compare with; None, and one line, when the device has no room for it.
 
         needed: bytes of the device that the step itself will take. insist: raise OutOfMemoryError
-        instead. Raises StepMismatch when the captured graph itself is wrong.
+        instead. Raises StepMismatch when the captured graph itself is seen to be wrong.
         """
         captured = self.captured
         room = Room(device_of(args), needed, captured.result_bytes)
@@ -82,19 +118,39 @@ class StepGate:
                 exact = captured.run(args, wide=True, on_host=on_host)
                 if native is None:
                     native = captured.run(args, wide=False, on_host=on_host)
-                    return References(native, exact, [{}] * len(native.gradients))
-                pairs = _pairs(native, exact)
-                odd = any(theirs.keys() != ours.keys() for theirs, ours in pairs)
-                known = [] if odd else _figures(pairs)
-                if odd or self._suspicious(known):
-                    own = captured.run(args, wide=False, on_host=on_host)
-                    self._check_capture(native, own, exact)
-        except torch.OutOfMemoryError:
-            if insist:
-                raise
-            _log.warning("the step was not compared: no memory for its reference")
-            return None
-        return References(native, exact, known)
+                    return References(native, exact, None)
+            for theirs, ours in pairs_of(native, exact):
+                if odd := ", ".join(sorted(theirs.keys() ^ ours.keys())):
+                    self.reject(TensorError(odd, 0, math.inf, 0.0, math.inf), 1, "capture")
+            return References(native, exact, self._share)
+        except torch.OutOfMemoryError as error:
+            return _not_compared(error, insist)
+
+    @property
+    def _share(self) -> float:
+        halves = {torch.float16, torch.bfloat16} & self.captured.dtypes
+        return _SUSPICIOUS * (30 if halves else 1)
+
+    def settle(
+        self, args: Sequence[Any], references: References, needed: int = 0, *, insist: bool = False
+    ) -> References | None:
+        """Whether the captured graph itself is right, by ATen: of references that are suspected.
+
+        Arguments, result and errors as those of `references`.
+        """
+        room = Room(device_of(args), needed)
+        eager, exact = references.native, references.exact
+        try:
+            with self.captured.sharing_masks(room):
+                native = self.captured.run(args, wide=False, on_host=room.left == 0)
+            for (theirs, fp64), (_, ours) in zip(
+                pairs_of(eager, exact), pairs_of(eager, native), strict=True
+            ):
+                self.compare(theirs, ours, fp64, "capture")
+        except torch.OutOfMemoryError as error:
+            return _not_compared(error, insist)
+        references.settled = True
+        return references
 
     def _eager(self, args: Sequence[Any], room: Room) -> Results | None:
         captured = self.captured
@@ -104,25 +160,6 @@ class StepGate:
             return None
         return seen
 
-    def _suspicious(self, found: Sequence[Mapping[str, Figures]]) -> bool:
-        """Whether eager is further from the captured graph than rounding explains at a glance."""
-        halves = {torch.float16, torch.bfloat16} & self.captured.dtypes
-        share = _SUSPICIOUS * (30 if halves else 1)
-        for figures in found:
-            scale = max((size for size, _ in figures.values()), default=0.0)
-            if any(not error <= share * s + _NOISE * scale for s, error in figures.values()):
-                return True
-        return False
-
-    def _check_capture(self, eager: Results, native: Results, exact: Results) -> None:
-        for (theirs, fp64), (_, ours) in zip(
-            _pairs(eager, exact), _pairs(eager, native), strict=True
-        ):
-            if theirs.keys() != ours.keys():
-                odd = ", ".join(sorted(theirs.keys() ^ ours.keys()))
-                self.reject(TensorError(odd, 0, math.inf, 0.0, math.inf), 1, "capture")
-            self.compare(theirs, ours, fp64, "capture")
-
     # -- comparing ----------------------------------------------------------------------------
 
     def check(self, references: References | None) -> StepCheck:
@@ -130,22 +167,43 @@ class StepGate:
         return StepCheck(self, references)
 
     def compare(
-        self,
-        ours: Mapping[str, Tensor],
-        native: Mapping[str, Tensor],
-        exact: Mapping[str, Tensor],
-        part: Part,
-        known: Mapping[str, Figures] | None = None,
-    ) -> None:
-        """Reject what is further from fp64 than the factor allows.
+        self, ours: Values, native: Values, exact: Values, part: Part, known: Known | None = None
+    ) -> tuple[TensorError, ...]:
+        """Reject what is further from fp64 than the factor allows; returns every error.
 
         known: what `measure` gave for native and exact.
         """
+        errors, wrong = self._judged(ours, native, exact, part, known)
+        if wrong:
+            worst = max(wrong, key=lambda e: math.inf if math.isnan(e.ratio) else e.ratio)
+            self.reject(worst, len(wrong), part)
+        return errors
+
+    def explain(
+        self, eager: Values, ours: Values, exact: Values, errors: Sequence[TensorError]
+    ) -> None:
+        """Raise Unexplained where eager is further from fp64 than what ours rounds explains.
+
+        Ours comes from the captured graph, as ATen on that graph would. errors: what `compare` gave
+        for the three.
+        """
+        known = {e.name: (e.size, e.ours, e.eager) for e in errors if e.name in eager}
+        mine = {name: ours[name].to(theirs.dtype) for name, theirs in eager.items()}
+        _, wrong = self._judged(eager, mine, exact, "capture", known)
+        if wrong:
+            raise Unexplained
+
+    def _judged(
+        self, ours: Values, native: Values, exact: Values, part: Part, known: Known | None
+    ) -> tuple[tuple[TensorError, ...], list[TensorError]]:
+        """Every floating tensor's error, and what is wrong."""
         factor = self.factor * (_CAPTURE_LEEWAY if part == "capture" else 1.0)
         whole = {n for n, t in native.items() if not t.is_floating_point()}
-        for name in sorted(whole):
-            if wrong_integers(ours[name], native[name], exact[name]):
-                self.reject(TensorError(name, 0, math.inf, 0.0, math.inf), 1, part)
+        wrong = [
+            TensorError(name, 0, math.inf, 0.0, math.inf)
+            for name in sorted(whole)
+            if wrong_integers(ours[name], native[name], exact[name])
+        ]
         names = [n for n in native if n not in whole]
         # an update may take a half gradient and cast it itself
         mine = {n: ours[n].to(native[n].dtype) if part == "gradient" else ours[n] for n in names}
@@ -153,10 +211,8 @@ class StepGate:
         errors = judge(mine, theirs, fp64, k=factor, known=known)
         # a few elements may have been lucky in eager
         room = {name: factor * luck(theirs[name].numel()) for name in names}
-        wrong = [e for e in errors if not e.ratio <= room[e.name]]
-        if wrong:
-            worst = max(wrong, key=lambda e: math.inf if math.isnan(e.ratio) else e.ratio)
-            self.reject(worst, len(wrong), part)
+        wrong += [e for e in errors if not e.ratio <= room[e.name]]
+        return errors, wrong
 
     def reject(self, worst: TensorError, count: int, part: Part) -> None:
         """Raise for the worst of `count` tensors."""
@@ -213,7 +269,10 @@ class StepCheck:
         ours = dict(zip(self.gate.captured.params(number), grads, strict=True))
         native, exact = self.references.native, self.references.exact
         theirs, fp64 = native.gradients[number], exact.gradients[number]
-        self.gate.compare(ours, theirs, fp64, "gradient", self.references.known[number])
+        known = self.references.known(number)
+        errors = self.gate.compare(ours, theirs, fp64, "gradient", known)
+        if self.references.suspected:
+            self.gate.explain(theirs, ours, fp64, errors)
         _log.info("update %d: %d gradients as eager's", number, len(ours))
 
     def after(self, call: UpdateCall, params: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
@@ -234,14 +293,14 @@ class StepCheck:
         made = by_name(self.gate.captured.made(args, outputs))
         native, exact = by_name(self.references.native), by_name(self.references.exact)
         names = [name for name in made if name in native]
-        three = (_chosen(values, names) for values in (made, native, exact))
-        self.gate.compare(*three, "result")
+        mine, theirs, fp64 = (_chosen(values, names) for values in (made, native, exact))
+        errors = self.gate.compare(mine, theirs, fp64, "result")
+        if self.references.suspected:
+            written = [name for name in names if name not in self.references.native.outputs]
+            self.gate.explain(_chosen(theirs, written), mine, fp64, errors)
 
 
-Values = dict[str, Tensor]
-
-
-def _pairs(eager: Results, ours: Results) -> list[tuple[Values, Values]]:
+def pairs_of(eager: Results, ours: Results) -> list[tuple[Values, Values]]:
     """What a capture must have right: each update's gradients, and the inputs' new values.
 
     An input that eager alone has written stays without a partner.
@@ -252,11 +311,10 @@ def _pairs(eager: Results, ours: Results) -> list[tuple[Values, Values]]:
     return [*pairs, (eager.written, written)]
 
 
-def _figures(pairs: Sequence[tuple[Values, Values]]) -> list[dict[str, Figures]]:
-    """`measure` of pairs of the same names: of all of them at once."""
-    items = [(theirs[name], ours[name]) for theirs, ours in pairs for name in ours]
-    found = iter(measure(items))
-    return [{name: next(found) for name in ours} for _, ours in pairs]
+def _not_compared(error: torch.OutOfMemoryError, insist: bool) -> None:
+    if insist:
+        raise error
+    _log.warning("the step was not compared: no memory for its reference")
 
 
 def _chosen(values: Mapping[str, Tensor], names: Sequence[str]) -> Values:
