@@ -21,6 +21,7 @@ from trainfuse.log import say_once
 from trainfuse.runtime.captured import CapturedStep
 from trainfuse.runtime.fallback import Failure
 from trainfuse.runtime.finite import NotFinite, Watch, all_finite, losses
+from trainfuse.runtime.foreach import UpdateCall
 from trainfuse.runtime.plan import Plan
 from trainfuse.runtime.repro_steps import write_step_repro
 from trainfuse.runtime.snapshot import Snapshot
@@ -169,7 +170,8 @@ class Checks:
             def judge(args: Sequence[Any], outputs: Sequence[Any]) -> None:
                 if check is not None:
                     check.finish(args, outputs)
-                self._demand_finite(plan, args, outputs)
+                seen = () if check is None else check.finite
+                self._demand_finite(plan, args, outputs, seen)
 
             return judge
 
@@ -177,10 +179,17 @@ class Checks:
         with nullcontext() if check is None else check.watching(list(updates)):
             return plan.first(args, look)
 
-    def _demand_finite(self, plan: Plan, args: Sequence[Any], outputs: Sequence[Any]) -> None:
+    def _demand_finite(
+        self,
+        plan: Plan,
+        args: Sequence[Any],
+        outputs: Sequence[Any],
+        seen: Sequence[UpdateCall] = (),
+    ) -> None:
+        """Raise NotFinite for a NaN or infinity. seen: updates whose results are known to be."""
         if not self._judging:
             return
-        judged = [*plan.trained(args), *losses(outputs)]
+        judged = [*plan.trained(args, seen), *losses(outputs)]
         # a region's backward: its results are gradients, which loss scaling may well overflow
         if not self._captured.tg.nodes("forward") and (self._nan_check or not self._scaled):
             judged += [o for o in outputs if isinstance(o, Tensor)]

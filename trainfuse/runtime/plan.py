@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
@@ -199,12 +199,13 @@ class Plan:
         """Everything that a step writes: inputs, parameters, optimizer state."""
         return [*(args[i] for i in self._mutated), *self.trained(args)]
 
-    def trained(self, args: Sequence[Any]) -> list[Tensor]:
-        """What the updates write: parameters and optimizer state."""
+    def trained(self, args: Sequence[Any], other_than: Collection[UpdateCall] = ()) -> list[Tensor]:
+        """What the updates write, but for some of them: parameters and optimizer state."""
         values = dict(zip(self.tg.graph.find_nodes(op="placeholder"), args, strict=True))
         found: list[Tensor] = []
         for update in self.program.updates.values():
-            found += self._params_of(update, values) + update.state()
+            if update not in other_than:
+                found += self._params_of(update, values) + update.state()
         return found
 
     def roomy(self, call: Callable[[], T]) -> T:

@@ -22,7 +22,7 @@ from trainfuse.runtime.fallback import Failure
 from trainfuse.runtime.foreach import UpdateCall
 from trainfuse.runtime.room import Room, device_of
 from trainfuse.runtime.snapshot import Snapshot
-from trainfuse.runtime.update_check import wrong_update
+from trainfuse.runtime.update_check import check_update
 
 Part = Literal["gradient", "update", "result", "capture"]
 _SUSPICIOUS = 1e-3
@@ -238,11 +238,15 @@ class StepGate:
 
 @dataclass
 class StepCheck:
-    """One comparison. saved: what the step found, set before it runs."""
+    """One comparison. saved: what the step found, set before it runs.
+
+    finite: updates that wrote nothing but finite values.
+    """
 
     gate: StepGate
     references: References | None
     saved: Snapshot | None = None
+    finite: list[UpdateCall] = field(default_factory=list)
     _updates: list[UpdateCall] = field(default_factory=list)
 
     @contextmanager
@@ -279,9 +283,11 @@ class StepCheck:
         """Compare what an update wrote with torch's own step on the same gradients."""
         if self.saved is None or call.by_torch:
             return
-        wrong = wrong_update(call, params, grads, self.saved.old, self.gate.factor)
-        if wrong is not None:
-            position, error = wrong
+        verdict = check_update(call, params, grads, self.saved.old, self.gate.factor)
+        if verdict.finite:
+            self.finite.append(call)
+        if verdict.wrong is not None:
+            position, error = verdict.wrong
             name = self.gate.captured.params(self._updates.index(call))[position]
             worst = TensorError(f"{name} ({error.name})", 0, error.ours, error.eager, error.ratio)
             self.gate.reject(worst, 1, "update")

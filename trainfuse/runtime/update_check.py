@@ -52,21 +52,32 @@ class _Measured:
     norms: Tensor
 
 
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """Of one update. wrong: the first wrong parameter's position and worst tensor, or None.
+
+    finite: everything that the update wrote was seen to be.
+    """
+
+    wrong: tuple[int, TensorError] | None
+    finite: bool
+
+
 @torch.no_grad()
-def wrong_update(
+def check_update(
     call: UpdateCall,
     params: Sequence[Tensor],
     grads: Sequence[Tensor],
     old: Callable[[Tensor], Tensor],
     factor: float,
-) -> tuple[int, TensorError] | None:
-    """The first parameter (its position, and the worst tensor) that an update got wrong, or None.
+) -> Verdict:
+    """Compare what an update wrote with torch's own step.
 
     Called after the update ran, before the optimizer's visible step counters advance. old: what a
     tensor held before. Learning rate, betas and step count are read from the optimizer, as torch's
     own step would read them.
     """
-    handle = call.handle
+    handle, finite = call.handle, True
     for bucket in call.buckets:
         device = params[bucket.positions[0]].device
         counts = handle.visible_steps([call.indices[p] for p in bucket.positions])
@@ -76,7 +87,8 @@ def wrong_update(
             for position, step in steps.items():
                 now = counted[call.indices[position]]
                 if step is not None and now != step + 1:
-                    return position, TensorError("step", 0, abs(now - step - 1), 0.0, 2.0)
+                    error = TensorError("step", 0, abs(now - step - 1), 0.0, 2.0)
+                    return Verdict((position, error), finite=False)
         written = [role for role in bucket.template.written if role != "step"]
         measured: list[_Measured] = []
         for step in dict.fromkeys(steps.values()):
@@ -84,12 +96,13 @@ def wrong_update(
             values = (_values(call, p, written, params[p], grads[p], old) for p in alike)
             batches = _batches(values, _elements(device))
             measured += [_measure(call, step, batch) for batch in batches]
-        squares = _squares(call, measured)
+        squares, known = _squares(call, measured)
         dtypes = {p: params[p].dtype for p in bucket.positions}
         wrong = _worst(squares, dtypes, {p: params[p].numel() for p in bucket.positions}, factor)
         if wrong is not None:
-            return wrong
-    return None
+            return Verdict(wrong, finite=False)
+        finite = finite and known
+    return Verdict(None, finite)
 
 
 def _elements(device: torch.device) -> int:
@@ -158,11 +171,14 @@ def _joined(parts: Sequence[Tensor]) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat([*parts])
 
 
-def _squares(call: UpdateCall, measured: Sequence[_Measured]) -> Squares:
-    """What all batches make up of each tensor's size and errors; waits for the device once."""
+def _squares(call: UpdateCall, measured: Sequence[_Measured]) -> tuple[Squares, bool]:
+    """What all batches make up of each tensor's size and errors, and whether all is finite.
+
+    Waits for the device once.
+    """
     squares: Squares = {}
     if not measured:
-        return squares
+        return squares, True
     norms = torch.cat([found.norms.flatten() for found in measured]).cpu()
     parts = norms.split([found.norms.numel() for found in measured])
     for found, own in zip(measured, parts, strict=True):
@@ -176,7 +192,8 @@ def _squares(call: UpdateCall, measured: Sequence[_Measured]) -> Squares:
                 squares[piece.position, role] = [
                     total + count * f * f for total, f in zip(sums, figure, strict=True)
                 ]
-    return squares
+    # a norm is finite where every element is
+    return squares, bool(norms.isfinite().all())
 
 
 def _worst(
