@@ -45,20 +45,26 @@ def measure(
 
 
 class Measurement:
-    """`measure` under way: launched when it is made, and waited for when it is read."""
+    """`measure` under way: launched when it is made, and waited for when it is read.
+
+    errors_only: of each item the error of the first tensor alone.
+    """
 
     @torch.no_grad()
     def __init__(
         self,
         items: Sequence[tuple[torch.Tensor, ...]],
         known: Sequence[Figures | None] | None = None,
+        *,
+        errors_only: bool = False,
     ) -> None:
         self._items, self._given = items, known or [None] * len(items)
+        self._errors_only = errors_only
         self._norms = _Norms()
         self._places = [
             []
             if given is not None and len(given) == len(item)
-            else self._norms.add(item, not given)
+            else self._norms.add(item, given is None and not errors_only)
             for item, given in zip(items, self._given, strict=True)
         ]
         self._norms.launch()
@@ -73,14 +79,15 @@ class Measurement:
                 results.append(before)
                 continue
             count = max(item[0].numel(), 1)
-            width = len(item) if before is None else 1
+            width = len(item) if before is None and not self._errors_only else 1
             found = [[values[item[0].device][i] for i in piece] for piece in place]
             parts = zip(*(found or [[0.0] * width]), strict=True)
             figures = tuple(math.hypot(*part) / math.sqrt(count) for part in parts)
             figures = (before or ()) + figures
             # a norm is finite where every element is
-            finite = all(map(math.isfinite, figures))
-            results.append(figures if finite else _measure_special(*item))
+            if not all(map(math.isfinite, figures)):
+                figures = _measure_special(*item)[-1 if self._errors_only else 0 :]
+            results.append(figures)
         return results
 
 

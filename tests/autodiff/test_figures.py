@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from autodiff import norms
-from autodiff.norms import measure, measure_parts, rms, rmse
+from autodiff.norms import Measurement, measure, measure_parts, rms, rmse
 
 PIECE = 1 << 10
 """A piece for these tests; up to 64 elements are small, and 256 of them go together."""
@@ -95,6 +95,11 @@ def test_what_is_known_is_not_measured_again(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(norms, "_differences", counted)
     for again, found in zip(measure(many, before), whole, strict=True):
         assert again == pytest.approx(found, rel=1e-12)
+    assert set(launched) == {1, 3}
+    assert measure(many, whole) == whole
+    errors = Measurement([(ours, exact) for ours, _, exact in many], errors_only=True)
+    for (error,), found in zip(errors.read(), whole, strict=True):
+        assert error == pytest.approx(found[2], rel=1e-12)
     assert set(launched) == {1, 3}
     # an infinity of ours is judged with all three at hand, whatever is known
     many[1] = (torch.tensor([math.inf]), torch.tensor([math.inf]), torch.ones(1))

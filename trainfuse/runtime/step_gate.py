@@ -188,8 +188,7 @@ class StepGate:
         for the three.
         """
         known = {e.name: (e.size, e.ours, e.eager) for e in errors if e.name in eager}
-        mine = {name: ours[name].to(theirs.dtype) for name, theirs in eager.items()}
-        _, wrong = self._judged(eager, mine, exact, "capture", known)
+        _, wrong = self._judged(eager, _chosen(ours, list(eager)), exact, "capture", known)
         if wrong:
             raise Unexplained
 
@@ -205,9 +204,7 @@ class StepGate:
             if wrong_integers(ours[name], native[name], exact[name])
         ]
         names = [n for n in native if n not in whole]
-        # an update may take a half gradient and cast it itself
-        mine = {n: ours[n].to(native[n].dtype) if part == "gradient" else ours[n] for n in names}
-        theirs, fp64 = ({n: values[n] for n in names} for values in (native, exact))
+        mine, theirs, fp64 = (_chosen(values, names) for values in (ours, native, exact))
         errors = judge(mine, theirs, fp64, k=factor, known=known)
         # a few elements may have been lucky in eager
         room = {name: factor * luck(theirs[name].numel()) for name in names}
@@ -270,14 +267,29 @@ class StepCheck:
         if self.references is None:
             return
         number = self._updates.index(call)
-        ours = dict(zip(self.gate.captured.params(number), grads, strict=True))
         native, exact = self.references.native, self.references.exact
         theirs, fp64 = native.gradients[number], exact.gradients[number]
-        known = self.references.known(number)
+        names = self.gate.captured.params(number)
+        # an update may take a half gradient and cast it itself
+        ours = {n: g.to(theirs[n].dtype) for n, g in zip(names, grads, strict=True)}
+        known = self._measured(ours, fp64, number)
         errors = self.gate.compare(ours, theirs, fp64, "gradient", known)
         if self.references.suspected:
             self.gate.explain(theirs, ours, fp64, errors)
         _log.info("update %d: %d gradients as eager's", number, len(ours))
+
+    def _measured(self, ours: Values, exact: Values, number: int) -> Known:
+        """Errors of gradients beside those that are known of eager, all asked for before one is
+        waited for; without what is not finite.
+        """
+        assert self.references is not None
+        if self.references.share is None:
+            return {}
+        names = [n for n, g in ours.items() if g.shape == exact[n].shape and g.is_floating_point()]
+        asked = Measurement([(ours[n], exact[n]) for n in names], errors_only=True)
+        known = self.references.known(number)
+        figures = {n: known[n] + error for n, error in zip(names, asked.read(), strict=True)}
+        return {n: found for n, found in figures.items() if all(map(math.isfinite, found))}
 
     def after(self, call: UpdateCall, params: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
         """Compare what an update wrote with torch's own step on the same gradients."""

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 Tensors = dict[str, Tensor]
 Squares = dict[tuple[int, str], list[float]]
 """By parameter and role: the sums of squares of the exact values, of torch's error and of ours."""
-_LEAST, _LARGEST = 1 << 14, 1 << 24
+_LEAST, _LARGEST = 1 << 14, 1 << 25
 """Elements that are updated at a time: an update works element by element."""
 _BYTES_PER_ELEMENT = 128
 """What a reference takes at most: parameter, gradient and state of both precisions, and what is
