@@ -159,16 +159,22 @@ def _flat(
     index = call.indices[batch[0].position]
     device = batch[0].now["param"].device
     roles = list(batch[0].now)
-    before = {r: torch.cat([piece.before[r].to(device) for piece in batch]) for r in roles}
-    grad = _joined([piece.grad.to(device) for piece in batch])
-    wide = {r: t.to(torch.float64, copy=True) for r, t in before.items()}
-    exact = _by_torch(call, index, step, wide, grad, fused=True)
-    native = _by_torch(call, index, step, before, grad, fused=False)
-    return [(_joined([p.now[r] for p in batch]), native[r], exact[r]) for r in roles]
+    before = {r: _joined([piece.before[r] for piece in batch], device) for r in roles}
+    grads = [piece.grad for piece in batch]
+    wide = {r: _joined([p.before[r] for p in batch], device, torch.float64) for r in roles}
+    exact = _by_torch(call, index, step, wide, _joined(grads, device, torch.float64), fused=True)
+    native = _by_torch(call, index, step, before, _joined(grads, device), fused=False)
+    return [(_joined([p.now[r] for p in batch], device), native[r], exact[r]) for r in roles]
 
 
-def _joined(parts: Sequence[Tensor]) -> Tensor:
-    return parts[0] if len(parts) == 1 else torch.cat([*parts])
+def _joined(
+    parts: Sequence[Tensor], device: torch.device, dtype: torch.dtype | None = None
+) -> Tensor:
+    """Flat tensors end to end, in memory of their own; in one launch."""
+    lengths = [part.numel() for part in parts]
+    flat = torch.empty(sum(lengths), dtype=dtype or parts[0].dtype, device=device)
+    torch._foreach_copy_([*flat.split(lengths)], list(parts))
+    return flat
 
 
 def _squares(call: UpdateCall, measured: Sequence[_Measured]) -> tuple[Squares, bool]:
