@@ -16,10 +16,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import trainfuse
+from autodiff import norms
 from tests.runtime.graphs import run_alone
 from trainfuse import pipeline, plans
 from trainfuse.capture import optimizers, whole_step
-from trainfuse.runtime import finite, foreach, step_gate, update_check
+from trainfuse.runtime import finite, foreach, program, step_gate, update_check
 from trainfuse.runtime.captured import CapturedStep
 from trainfuse.runtime.gate import Gate
 
@@ -110,6 +111,21 @@ def test_what_was_compared_is_not_looked_at_again(monkeypatch: pytest.MonkeyPatc
     state = 3 * len([*model.parameters()])
     assert looked[0] > state
     assert looked[1] <= 2, "the loss"
+
+
+def test_nothing_is_read_before_the_plan_is_launched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gradients of eager and of the plan are measured, and only then is the device waited for."""
+    events: list[str] = []
+
+    def noted(owner: type, name: str, event: str) -> None:
+        own = getattr(owner, name)
+        monkeypatch.setattr(owner, name, lambda *a, **k: (events.append(event), own(*a, **k))[1])
+
+    noted(norms.Measurement, "__init__", "measured")
+    noted(norms.Measurement, "read", "read")
+    noted(program.Program, "__call__", "launched")
+    train(trainfuse.compile(make()[1], backend="triton", verify="step"), 1)
+    assert events[:4] == ["measured", "launched", "measured", "read"]
 
 
 def plain_runs(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
