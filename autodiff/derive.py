@@ -150,7 +150,7 @@ def _splice(edit: GraphEdit, node: fx.Node, formula: fx.GraphModule) -> None:
         parts: Any = (user.args[1] for user in node.users)
         read = set(parts) if many else {0}
         ready = [
-            _conform(edit, copies[result], value, fact)
+            _conform(edit, copies[result], value, fact, node)
             if result is not None and index in read
             else None
             for index, (result, value) in enumerate(zip(given, wanted, strict=True))
@@ -170,14 +170,20 @@ def _splice(edit: GraphEdit, node: fx.Node, formula: fx.GraphModule) -> None:
         edit.erase(node)
 
 
-def _conform(edit: GraphEdit, made: fx.Node, wanted: torch.Tensor, fact: Any) -> fx.Node | None:
+def _conform(
+    edit: GraphEdit, made: fx.Node, wanted: torch.Tensor, fact: Any, origin: fx.Node
+) -> fx.Node | None:
     """The result with the dtype and strides that readers were traced with, or None."""
     value = made.meta["val"]
     if not known_equal(tuple(value.shape), tuple(wanted.shape)):
         return None
     if value.dtype != wanted.dtype:
         made = edit.emit(
-            torch.ops.aten._to_copy.default, (made,), {"dtype": wanted.dtype}, fact=fact
+            torch.ops.aten._to_copy.default,
+            (made,),
+            {"dtype": wanted.dtype},
+            fact=fact,
+            origin=origin,
         )
         value = made.meta["val"]
     if same_strides(value, wanted):

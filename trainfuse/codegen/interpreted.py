@@ -94,6 +94,11 @@ rint = _elementwise(np.rint)
 copysign = _elementwise(np.copysign)
 
 
+def fast_dividef(a: Any, b: Any) -> Any:
+    """a / b; either may be a number."""
+    return a / b
+
+
 def signbit(x: Any) -> Any:
     """1 where the sign bit is set."""
     return _elementwise(np.signbit)(x)
@@ -131,3 +136,8 @@ def reduce_sum(x: Any, axis: int, keep_dims: bool) -> Any:
         half = data.shape[0] // 2
         data = data[:half] + data[half:]
     return _wrap(np.expand_dims(data[0], axis) if keep_dims else data[0], x)
+
+
+def reduce_sums(x: Any, y: Any, axis: int, keep_dims: bool) -> tuple[Any, Any]:
+    """Two sums along an axis."""
+    return reduce_sum(x, axis, keep_dims), reduce_sum(y, axis, keep_dims)

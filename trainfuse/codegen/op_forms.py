@@ -43,6 +43,13 @@ def mul(args: Args) -> str:
     return f"{args['self']} {operator} {args['other']}"
 
 
+def div(args: Args) -> str:
+    """A quotient, or a product with the divisor's reciprocal where `coarse` found one of a row."""
+    if args.coarse:
+        return "{self} * (1.0 / {other})".format_map(args)
+    return "{self} / {other}".format_map(args)
+
+
 def div_mode(args: Args) -> str:
     mode = args.number("rounding_mode")
     if mode is None:

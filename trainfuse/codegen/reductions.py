@@ -163,8 +163,15 @@ def spread(builder: Builder, value: Value, axis: str, index: int, text: str) -> 
     return f"tl.broadcast_to({text}, {shape_text(builder, index, value.deps | {axis})})"
 
 
-def reduce_held(builder: Builder, red: Reduction, axis: str) -> None:
-    """Reduce a value whose whole extent along `axis` is held in registers."""
+def reduce_held(
+    builder: Builder, red: Reduction, axis: str, others: Sequence[Reduction] = ()
+) -> None:
+    """Reduce a value whose whole extent along `axis` is held in registers, if that isn't done yet.
+
+    others: reductions along it that will be wanted, of which a sum takes one that is ready along.
+    """
+    if builder.find(red.node) is not None:
+        return
     value, texts = operand(builder, red, axis)
     deps = value.deps - {axis}
     texts = [spread(builder, value, axis, i, text) for i, text in enumerate(texts)]
@@ -172,7 +179,58 @@ def reduce_held(builder: Builder, red: Reduction, axis: str) -> None:
         held_moments(builder, red, axis, texts, deps)
         return
     parts = [guarded(builder, (axis,), i, text, red.identity) for i, text in enumerate(texts)]
+    for other in others if _one_sum(builder, red, axis, parts) else ():
+        if other.node is not red.node and _ready(builder, other):
+            beside, found = operand(builder, other, axis)
+            found = [spread(builder, beside, axis, i, text) for i, text in enumerate(found)]
+            found = [guarded(builder, (axis,), i, t, other.identity) for i, t in enumerate(found)]
+            if beside.deps == value.deps and _one_sum(builder, other, axis, found):
+                reduce_both(builder, (red, other), axis, (parts, found), deps)
+                return
     reduce_parts(builder, red, axis, parts, deps)
+
+
+def _one_sum(builder: Builder, red: Reduction, axis: str, parts: Sequence[str]) -> bool:
+    """Whether an fp32 value is summed by one reduction over lanes."""
+    widths = {builder.segment(axis, index).width for index in range(len(parts))}
+    return red.op in ("sum", "mean") and red.dtype == torch.float32 and len(widths) == 1
+
+
+def _ready(builder: Builder, red: Reduction) -> bool:
+    """Whether a reduction isn't made yet, but all that it is made of is."""
+    if builder.find(red.node) is not None:
+        return False
+    pending, seen = list(red.node.all_input_nodes), set[fx.Node]()
+    while pending:
+        node = pending.pop()
+        if node in seen or node not in builder.members or builder.find(node) is not None:
+            continue
+        if builder.domain.reduced.get(node):
+            return False
+        seen.add(node)
+        pending += node.all_input_nodes
+    return True
+
+
+def reduce_both(
+    builder: Builder,
+    reds: tuple[Reduction, Reduction],
+    axis: str,
+    parts: tuple[Sequence[str], Sequence[str]],
+    deps: frozenset[str],
+) -> None:
+    """Two sums over a row at once: a program's warps wait for each other half as often."""
+    position = builder.tile[axis].position
+    names = [builder.name_of(red.node) for red in reds]
+    texts = ", ".join(join_parts(red, each) for red, each in zip(reds, parts, strict=True))
+    sums = [f"{name}_sum" if red.op == "mean" else name for name, red in zip(names, reds)]
+    text = f"lib.reduce_sums({texts}, {position}, {builder.rank > 1})"
+    note = ", ".join(op_name(red.node.target) for red in reds)
+    builder.body.append(Reduce(", ".join(sums), text, note))
+    for name, made, red in zip(names, sums, reds, strict=True):
+        if made != name:
+            builder.note(name, f"{made} / {red.count}")
+        builder.put(red.node, Value((name,), deps, len(builder.scopes) - 1, red.dtype))
 
 
 def reduce_parts(

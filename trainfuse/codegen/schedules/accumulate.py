@@ -112,9 +112,10 @@ def row_loop(
     if row.segments[0].mask:
         builder.note("row_mask", inside(builder, row, "row", "ROWS"))
     preload(builder, [*early, *(acc.red.node for acc in accs)])
+    reds = [reductions.parse(node, domain) for node in early if domain.reduced.get(node)]
     for node in early:
         if domain.reduced.get(node):
-            reductions.reduce_held(builder, reductions.parse(node, domain), "col")
+            reductions.reduce_held(builder, reductions.parse(node, domain), "col", reds)
         if node in group.outputs:
             builder.store(node)
     step = plan.programs * plan.block

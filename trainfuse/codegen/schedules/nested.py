@@ -86,6 +86,8 @@ def build(group: Group, target: Target, options: CodegenOptions, choice: Choice)
     steps = plan(group)
     warps = kept_warps(group)
     keeps = choice.held if choice.held is not None else not target.interpreted
+    if choice.held and choice.per_sm:
+        return in_registers(group, steps, KEPT_WARPS // choice.per_sm, passing=True)
     if keeps and warps is not None:
         return in_registers(group, steps, warps)
     if choice.held:
@@ -106,7 +108,9 @@ def build(group: Group, target: Target, options: CodegenOptions, choice: Choice)
     return finish(builder, steps, choice.warps or WARPS)
 
 
-def in_registers(group: Group, steps: Sequence[Level], warps: int) -> Module:
+def in_registers(
+    group: Group, steps: Sequence[Level], warps: int, *, passing: bool = False
+) -> Module:
     """A row that is read once; its tiles are emitted one after the other."""
     count, width = shape(group)
     block = tile_width(count, width, warps)
@@ -118,11 +122,16 @@ def in_registers(group: Group, steps: Sequence[Level], warps: int) -> Module:
     col = builder.tile["col"]
     for name, text in column_definitions(group, col, 2):
         builder.note(name, text)
-    for node in kept.rows(group):
+    whole = kept.rows(group)
+    for node in whole if not passing else ():
         kept.keep(builder, node, len(segments))
+    made: list[fx.Node] = []
     for number, step in enumerate(steps):
         step.begin(builder)
-        kept.walk(builder, col, step.walk, number, rounded(group, steps, number))
+        later = rounded(group, steps, number)
+        read = reached(group, step.walk.read(), made)[1] if passing else ()
+        kept.walk(builder, col, step.walk, number, later, [node for node in whole if node in read])
+        made += later
         step.end(builder)
     return finish(builder, steps, warps)
 

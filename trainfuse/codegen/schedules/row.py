@@ -182,9 +182,10 @@ def in_registers(group: Group, target: Target, choice: Choice) -> Module:
     builder.bind("col")
     nodes = needed(group)
     preload(builder, nodes)
+    reds = [reductions.parse(node, domain) for node in nodes if domain.reduced.get(node)]
     for node in nodes:
         if domain.reduced.get(node):
-            reductions.reduce_held(builder, reductions.parse(node, domain), "col")
+            reductions.reduce_held(builder, reductions.parse(node, domain), "col", reds)
         if node in group.outputs:
             builder.store(node)
     doc = f"A row in registers: {describe(group, nodes)}."
