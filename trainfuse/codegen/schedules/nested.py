@@ -18,6 +18,7 @@ from autodiff.ops import lookup
 from trainfuse.codegen import reductions
 from trainfuse.codegen.builder import Builder, Group
 from trainfuse.codegen.choices import Choice, products
+from trainfuse.codegen.held_reductions import reduce_held
 from trainfuse.codegen.ir import Module
 from trainfuse.codegen.reductions import Accumulator, Reduction
 from trainfuse.codegen.scalars import HALF
@@ -69,7 +70,7 @@ class Level:
     def begin(self, builder: Builder) -> None:
         """What needs no walk."""
         for red in self.parts:
-            reductions.reduce_held(builder, red, "mid")
+            reduce_held(builder, red, "mid")
         for node in self.small:
             builder.store(node)
 

@@ -11,6 +11,7 @@ from dataclasses import replace
 from trainfuse.codegen import reductions
 from trainfuse.codegen.builder import Builder, Group
 from trainfuse.codegen.choices import Choice, products
+from trainfuse.codegen.held_reductions import reduce_held
 from trainfuse.codegen.ir import Module
 from trainfuse.codegen.schedules import kept, online, passes, split, vectors
 from trainfuse.codegen.schedules.common import (
@@ -185,7 +186,7 @@ def in_registers(group: Group, target: Target, choice: Choice) -> Module:
     reds = [reductions.parse(node, domain) for node in nodes if domain.reduced.get(node)]
     for node in nodes:
         if domain.reduced.get(node):
-            reductions.reduce_held(builder, reductions.parse(node, domain), "col", reds)
+            reduce_held(builder, reductions.parse(node, domain), "col", reds)
         if node in group.outputs:
             builder.store(node)
     doc = f"A row in registers: {describe(group, nodes)}."
