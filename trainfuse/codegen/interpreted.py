@@ -95,8 +95,11 @@ copysign = _elementwise(np.copysign)
 
 
 def fast_dividef(a: Any, b: Any) -> Any:
-    """a / b; either may be a number."""
-    return a / b
+    """a / b, and 0 where |b| is above 2**126 and a finite; a may be a number."""
+    x, y = getattr(a, "handle", None), b.handle.data
+    x = np.asarray(a, y.dtype) if x is None else x.data
+    with np.errstate(all="ignore"):
+        return _wrap(np.where((np.abs(y) > 2.0**126) & np.isfinite(x), 0, x / y), b)
 
 
 def signbit(x: Any) -> Any:

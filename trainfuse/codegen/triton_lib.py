@@ -247,6 +247,26 @@ def sigmoid(x, COARSE: tl.constexpr):
 
 
 @triton.jit
+def _sigmoids(x, COARSE: tl.constexpr):
+    """sigmoid(x) and sigmoid(-x), neither by a difference, which would lose the smaller one.
+
+    exp(-x) is kept finite, so that what the first one's reciprocal flushes to 0 makes the second 0
+    rather than NaN: nothing that a derivative multiplies it with can bring it back.
+    """
+    if COARSE:
+        small = _exp(tl.minimum(-x, 88.5), COARSE)
+        upper = _quotient(1.0, 1.0 + small, COARSE)
+        lower = small * upper
+    else:
+        small = libdevice.exp(-tl.abs(x))
+        larger = 1.0 / (1.0 + small)
+        smaller = small * larger
+        upper = tl.where(x >= 0, larger, smaller)
+        lower = tl.where(x >= 0, smaller, larger)
+    return upper, lower
+
+
+@triton.jit
 def silu(x, COARSE: tl.constexpr):
     """x sigmoid(x)."""
     return _quotient(x, 1.0 + _exp(-x, COARSE), COARSE)
@@ -268,30 +288,19 @@ def gelu_tanh(x, COARSE: tl.constexpr):
 
 @triton.jit
 def gelu_tanh_slope(x, COARSE: tl.constexpr):
-    """Derivative of gelu's tanh form, with s = sigmoid(2u): s (1 + 2 x (1 - s) u').
-
-    Unless a half type hides what 1 - s loses where s is near 1, from exp(-2 |u|), which can't
-    overflow: s (1 - s) is then a product, without cancellation.
-    """
+    """Derivative of gelu's tanh form, with s = sigmoid(2u): s + 2 x s (1 - s) u'."""
     square = x * x
     twice = x * (1.5957691216057308 + 0.07135481627260025 * square)
     slope = 1.5957691216057308 + 0.21406444881780075 * square
-    if COARSE:
-        upper = sigmoid(twice, COARSE)
-        made = upper * (1.0 + x * (1.0 - upper) * slope)
-    else:
-        small = libdevice.exp(-tl.abs(twice))
-        upper = 1.0 / (1.0 + small)
-        lower = small * upper
-        made = tl.where(twice >= 0, upper, lower) + x * (lower * upper) * slope
-    return made
+    upper, lower = _sigmoids(twice, COARSE)
+    return upper + x * (lower * upper) * slope
 
 
 @triton.jit
 def silu_slope(x, COARSE: tl.constexpr):
     """Derivative of x sigmoid(x)."""
-    upper = sigmoid(x, COARSE)
-    return upper * (1.0 + x * (1.0 - upper))
+    upper, lower = _sigmoids(x, COARSE)
+    return upper * (1.0 + x * lower)
 
 
 @triton.jit
