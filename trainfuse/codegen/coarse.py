@@ -28,8 +28,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from autodiff.ops import lookup, op_name
-from trainfuse.codegen.op_forms import ends_formula
+from autodiff.ops import ends_formula, lookup, op_name
 from trainfuse.codegen.scalars import HALF, compute_dtype
 
 BOUNDED = frozenset(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import fx
@@ -45,5 +45,5 @@ def _dropped(node: fx.Node, members: Collection[fx.Node]) -> Idiom | None:
     return None
 
 
-def _is(value: Any, held: torch.dtype) -> bool:
+def _is(value: Any, held: torch.dtype) -> TypeGuard[fx.Node]:
     return isinstance(value, fx.Node) and compute_dtype(value.meta["val"].dtype) == held
