@@ -9,7 +9,7 @@ from torch import fx
 
 from autodiff.ops import ends_formula
 from trainfuse.codegen.op_text import Args, Unsupported
-from trainfuse.codegen.scalars import HALF, TRITON_TYPE, compute_dtype, literal, round_to
+from trainfuse.codegen.scalars import TRITON_TYPE, compute_dtype, literal, round_to
 from trainfuse.fusion.arguments import argument
 from trainfuse.fusion.segment_ops import key_bias
 
