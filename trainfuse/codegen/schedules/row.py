@@ -64,11 +64,13 @@ RESIDENT_WARPS = 32
 
 LIKELY = (
     Choice(warps=8, held=True),
+    Choice(warps=1, rows=1, held=True),
     Choice(warps=4, rows=2, held=True),
     Choice(warps=8, block=kept.ELEMENTS * 32 * 8, held=True),
     Choice(held=False),
     Choice(held=False, ahead=False),
     Choice(warps=4, block=4096, held=False),
+    Choice(warps=8, block=8192, held=False),
     Choice(warps=16, block=8192, held=False),
     Choice(warps=32, block=8192, held=False),
 )
