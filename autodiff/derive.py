@@ -150,7 +150,7 @@ def _splice(edit: GraphEdit, node: fx.Node, formula: fx.GraphModule) -> None:
         parts: Any = (user.args[1] for user in node.users)
         read = set(parts) if many else {0}
         ready = [
-            _conform(edit, copies[result], value, fact)
+            _conform(edit, copies[result], value, fact, node)
             if result is not None and index in read
             else None
             for index, (result, value) in enumerate(zip(given, wanted, strict=True))
@@ -170,14 +170,20 @@ def _splice(edit: GraphEdit, node: fx.Node, formula: fx.GraphModule) -> None:
         edit.erase(node)
 
 
-def _conform(edit: GraphEdit, made: fx.Node, wanted: torch.Tensor, fact: Any) -> fx.Node | None:
+def _conform(
+    edit: GraphEdit, made: fx.Node, wanted: torch.Tensor, fact: Any, origin: fx.Node
+) -> fx.Node | None:
     """The result with the dtype and strides that readers were traced with, or None."""
     value = made.meta["val"]
     if not known_equal(tuple(value.shape), tuple(wanted.shape)):
         return None
     if value.dtype != wanted.dtype:
         made = edit.emit(
-            torch.ops.aten._to_copy.default, (made,), {"dtype": wanted.dtype}, fact=fact
+            torch.ops.aten._to_copy.default,
+            (made,),
+            {"dtype": wanted.dtype},
+            fact=fact,
+            origin=origin,
         )
         value = made.meta["val"]
     if same_strides(value, wanted):
@@ -212,7 +218,7 @@ def _remove_identities(edit: GraphEdit) -> None:
     for node in list(edit.graph.nodes):
         if node.op != "call_function":
             continue
-        source = _identity_source(node)
+        source = _identity_source(node) or _unrounded(edit, node)
         if source is not None and _may_stand_in(edit, source, node):
             edit.replace(node, source)
 
@@ -229,21 +235,49 @@ def _identity_source(node: fx.Node) -> fx.Node | None:
         source = _undone_permute(node)
     elif ops.lookup(node.target).kind == "view" and node.target is not operator.getitem:
         source = node.args[0]
-    if not isinstance(source, fx.Node):
+        if name == "aten.view.default" == ops.op_name(source.target):  # there and back
+            source = source.args[0]
+    if not isinstance(source, fx.Node) or not _alike(node, source):
         return None
+    if ops.lookup(node.target).aliases and not _same_place(node, source):
+        return None
+    return source
+
+
+def _alike(node: fx.Node, source: fx.Node) -> bool:
+    """Whether two values have one type and layout."""
     made, given = node.meta["val"], source.meta["val"]
     if not isinstance(made, torch.Tensor) or not isinstance(given, torch.Tensor):
-        return None
-    same = (
+        return False
+    return (
         known_equal(tuple(made.shape), tuple(given.shape))
         and made.dtype == given.dtype
         and made.device == given.device
         and (made.is_conj(), made.is_neg()) == (given.is_conj(), given.is_neg())
         and same_strides(made, given)
     )
-    if not same or (ops.lookup(node.target).aliases and not _same_place(node, source)):
+
+
+def _unrounded(edit: GraphEdit, node: fx.Node) -> fx.Node | None:
+    """What an operator's piece gave before it was rounded, where the phase reads both anyway.
+
+    A norm's statistics, saved as they are for one use and in a half type for another, are one then.
+    """
+    half = node.args[0] if ops.op_name(node.target) in _COPIES | _CASTS else None
+    if not isinstance(half, fx.Node) or not ops.ends_formula(half):
         return None
-    return source
+    wide = half.args[0]
+    if not isinstance(wide, fx.Node) or not _alike(node, wide):
+        return None
+    phase, base = edit.facts[node].phase, _base(wide)
+    if base in edit.facts and edit.facts[base].phase == phase:
+        return None  # it would be passed on in a wider type
+    read = any(
+        edit.facts[user].phase == phase and not ops.lookup(user.target).aliases
+        for user in _reach_through_views(base) - {half}
+        if user.op == "call_function"
+    )
+    return wide if read else None
 
 
 def _same_place(node: fx.Node, source: fx.Node) -> bool:

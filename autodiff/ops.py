@@ -307,3 +307,19 @@ def differentiable_ops() -> frozenset[str]:
     return frozenset(
         name for name, row in TABLE.items() if row.kind not in ("opaque", "effect", "creation")
     )
+
+
+def ends_formula(cast: fx.Node) -> bool:
+    """Whether a node is a cast to a half type of a norm, softmax or loss in pieces.
+
+    Not of the program: what an operator of half types gives stays as wide in registers as its
+    arithmetic, be it written in one node or in several.
+    """
+    origin, value = cast.meta.get("original_aten"), cast.meta.get("val")
+    if origin is None or op_name(cast.target) not in _CASTS:
+        return False
+    halves = (torch.float16, torch.bfloat16)
+    return lookup(origin).kind in ("norm", "softmax") and value.dtype in halves
+
+
+_CASTS = frozenset({"aten._to_copy.default", "prims.convert_element_type.default"})

@@ -164,6 +164,7 @@ def _copy(
                 kwargs,
                 fact=replace(fact, where=edit.facts[node].where),
                 value=node.meta["val"],
+                origin=node,
             )
     replaced = {edit.mapping[value], *views}
     for reader in late:

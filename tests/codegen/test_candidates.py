@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -168,3 +169,36 @@ def test_every_choice_computes_the_same(name: str) -> None:
         assert isinstance(kernel, GroupKernel), choice
         for ours, theirs, right in zip(run_case(case, args, kernel), eager, exact, strict=True):
             assert error(ours, right) <= 2 * error(theirs, right) + 1e-6, choice
+
+
+def test_rows_in_pairs() -> None:
+    """Many rows of 1024 elements, two at a time by twice the warps; not few, nor others."""
+
+    def first(total: int, width: int) -> tuple[int, int, bool]:
+        half = torch.bfloat16
+        args = [torch.empty(total, width, dtype=half) for _ in range(2)]
+        args += [torch.empty(width, dtype=half), torch.empty(total, 1)]
+        kernel = kernel_of(norm_backward, args)
+        launch = kernel.launches[0]
+        return launch.num_warps, launch.grid[0], "row_following = row + " in kernel.source
+
+    assert first(16384, 1024) == (4, 4 * 132, True)
+    assert first(512, 1024) == (2, 512, False)
+    assert first(16384, 768) == (2, 1024, False)
+
+
+def test_sums_of_several_operands_have_two_loads_of_each_on_their_way() -> None:
+    def tile(fn: Callable[..., Tensor], total: int) -> str:
+        args = [torch.empty(total, 1024, dtype=torch.bfloat16) for _ in range(2)]
+        return re.findall(r"tl.full\(\((\d+, \d+)\)", kernel_of(fn, args).source)[0]
+
+    assert tile(lambda x, y: (x * y).sum(0), 16384) == "64, 64"
+    assert tile(lambda x, y: (x * y).sum(0), 2048) == "32, 64"  # too few programs else
+    assert tile(lambda x, _: (x * x).sum(0), 16384) == "32, 64"
+
+
+def kernel_of(fn: Callable[..., object], args: list[Tensor]) -> GroupKernel:
+    case = trace(fn, args, TABLE)
+    kernel = lower_nodes(case.nodes, case.outputs, H200)
+    assert isinstance(kernel, GroupKernel)
+    return kernel

@@ -72,8 +72,9 @@ def test_where(name: str) -> None:
     exponentials = {"aten.exp.default", "aten.sigmoid.default", "aten.silu.default"}
     every = {n for n in case.nodes if op_name(n.target) in exponentials}
     assert every
-    assert found == (every if expected else frozenset())
-    assert ("fast_expf" in lowered(case).source) == expected
+    assert found & every == (every if expected else frozenset())
+    short = re.search(r"fast_expf|lib\.(sigmoid|silu)\(.*, True\)", lowered(case).source)
+    assert (short is not None) == expected
 
 
 def test_a_probability_is_of_its_own_row_s_sum() -> None:
@@ -150,3 +151,54 @@ def test_both_forms_of_the_online_softmax() -> None:
 
 def _long_softmax(x: Tensor) -> Tensor:
     return x.softmax(-1)
+
+
+@pytest.mark.parametrize(
+    ("divided", "once"),
+    [
+        (lambda x: x.softmax(-1), True),
+        (lambda x: x.double().softmax(-1), False),
+        (lambda x: x / x.sum(-1, True), False),
+        (lambda x: x / x.exp().sum(-1, True), False),
+        (lambda x: x / (x - (x * 2).amax(-1, True)).exp().sum(-1, True), False),
+    ],
+    ids=["softmax", "in fp64", "any sum", "of any exponential", "another row's peak"],
+)
+def test_a_row_is_divided_by_its_softmax_sum_once(
+    divided: Callable[[Tensor], Tensor], once: bool
+) -> None:
+    """The sum is from 1 to the row's length; a reciprocal of any number may be 0 or infinite."""
+    source = lowered(trace(divided, [torch.randn(8, 24)], table=DECOMPOSED)).source
+    assert (" * (1.0 / " in source) == once
+
+
+SLOPES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "gelu": lambda g, x: torch.ops.aten.gelu_backward(g, x, approximate="tanh"),
+    "silu": torch.ops.aten.silu_backward.default,
+}
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+@pytest.mark.parametrize("name", SLOPES)
+def test_slopes_at_every_half_number(
+    name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Far out, too, where a slope is a product of 0 and something huge; reciprocals are rough."""
+    stock = interpreted.fast_dividef
+
+    def rough(a: object, b: object) -> object:
+        made = stock(a, b)
+        made.handle.data *= np.float32(1 + 2.0**-23)
+        return made
+
+    monkeypatch.setattr(interpreted, "fast_dividef", rough)
+    x = torch.arange(-(2**15), 2**15, dtype=torch.int16).view(dtype)
+    x = x[x.abs() <= 1e4]
+    args = [torch.ones_like(x), x]
+    case = trace(SLOPES[name], args)
+    kernel = lowered(case)
+    assert ", True)" in kernel.source
+    (ours,) = run_case(case, args, kernel)
+    (exact,) = reference(case, args, torch.float64)
+    step = torch.finfo(dtype).eps
+    assert torch.all((ours.double() - exact).abs() <= step * exact.abs().clamp_min(2e-3))

@@ -427,6 +427,20 @@ def test_threads_hold_as_many_columns_as_their_rows_can_move() -> None:
     assert "max_contiguous" not in source(lambda x, *_: F.softmax(x, -1), 1001)
 
 
+def test_threads_hold_no_more_of_a_mask_than_of_its_rows() -> None:
+    """A byte an element would have them hold sixteen, and move results between them."""
+
+    def source(dtype: torch.dtype, masks: torch.dtype, width: int = 1024) -> str:
+        args = [randn(4, width).to(dtype), randn(1, width).gt(0).to(masks)]
+        case = trace(lambda x, m: F.softmax(torch.where(m > 0, x, 0.0), -1), args, NORMS)
+        return lowered(case, TARGETS["gpu"]).source
+
+    assert "tl.max_contiguous(tl.arange(0, 1024), 8)" in source(torch.bfloat16, torch.bool)
+    assert "tl.max_contiguous(tl.arange(0, 1024), 4)" in source(torch.float32, torch.bfloat16)
+    assert "tl.max_contiguous(tl.arange(0, 1024), 4)" in source(torch.bfloat16, torch.bool, 1004)
+    assert "max_contiguous" not in source(torch.bfloat16, torch.float32)
+
+
 def test_64_bit_offsets_when_a_tensor_needs_them() -> None:
     with FakeTensorMode():
         huge = torch.empty(1 << 17, 1 << 15)

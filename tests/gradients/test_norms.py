@@ -167,6 +167,15 @@ def test_group_norm_silu(dtype: torch.dtype, slabs: bool) -> None:
     # sums over each channel's positions, means of groups, and the gradient; sums over samples
     parts = ["pointwise", "row", "row"] if slabs else ["nested"]
     assert set(compiled.kinds()["backward"]) == {"column", *parts}
+    if dtype == torch.bfloat16 and not slabs:
+        plans = compiled.steps[0].plans
+        for kernel in (k for plan in plans for k in plan.state.kernels.values()):
+            # what the norm gave is made again as it was, not rounded before the silu
+            assert ".to(tl.bfloat16).to(tl.float32)" not in kernel.source
+        for group in (g for plan in plans for g in plan.state.fusion.groups):
+            if group.domain.kind == "nested":  # its statistics are read once, as they were saved
+                wide = [n for n in group.inputs if n.meta["val"].dtype == torch.float32]
+                assert len(wide) == 2
 
 
 @pytest.mark.parametrize("shape", [(37, 40), (5, 11, 33), (300, 3)], ids=str)

@@ -114,8 +114,9 @@ _KEPT_WHOLE = (
     "aten.native_layer_norm", "aten.native_group_norm", "aten.native_batch_norm",
     "aten._native_batch_norm", "aten.cudnn_batch_norm", "aten.miopen_batch_norm",
     "aten._batch_norm", "aten.batch_norm", "aten._fused_rms_norm", "aten.index_add",
-    "aten.gelu", "aten.bernoulli", "aten.rand", "aten.randn", "aten.randint", "aten.uniform",
-    "aten.normal", "aten.logit_backward", "aten.hardsigmoid_backward",
+    "aten.gelu", "aten.silu_backward",
+    "aten.bernoulli", "aten.rand", "aten.randn", "aten.randint", "aten.uniform", "aten.normal",
+    "aten.logit_backward", "aten.hardsigmoid_backward",
     "aten.soft_margin_loss_backward",
     "aten.max_pool2d_with_indices_backward",
 )  # fmt: skip

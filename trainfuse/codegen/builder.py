@@ -16,7 +16,8 @@ from autodiff.ops import lookup, op_name
 from autodiff.philox import KEEP_MASK, word_shape
 from trainfuse.codegen import lookups, sources
 from trainfuse.codegen.chosen import Chosen
-from trainfuse.codegen.coarse import Probability, coarse_nodes, probability
+from trainfuse.codegen.coarse import coarse_nodes
+from trainfuse.codegen.idioms import idiom
 from trainfuse.codegen.ir import ArgRef, Define, Load, Map, Statement, Store
 from trainfuse.codegen.scalars import (
     HALF,
@@ -274,8 +275,8 @@ class Builder:
             return "x"
 
         coarse = node in self.coarse
-        if coarse and (parts := probability(node, self.members)) is not None:
-            return self.probability(node, parts)
+        if (found := idiom(node, self.members, coarse=coarse)) is not None:
+            return self.together(node, *found)
         expression(node, note, coarse=coarse)
         operands = {operand: self.value(operand) for operand in used}
         deps = frozenset[str]().union(*(value.deps for value in operands.values()))
@@ -296,14 +297,13 @@ class Builder:
             self.scopes[depth].body.append(Map(name, text, op_name(node.target)))
         return self.put(node, Value(tuple(names), deps, depth, dtype))
 
-    def probability(self, node: fx.Node, parts: Probability) -> Value:
-        """A probability of a row's own two factors: see `coarse`."""
-        shifted, log_sum = self.value(parts.shifted), self.value(parts.log_sum)
-        deps = shifted.deps | log_sum.deps
-        names, depth = self.define(node, deps, (shifted, log_sum))
+    def together(self, node: fx.Node, operands: Sequence[fx.Node], template: str) -> Value:
+        """An fp32 value of what its operands are made of."""
+        values = [self.value(operand) for operand in operands]
+        deps = frozenset[str]().union(*(value.deps for value in values))
+        names, depth = self.define(node, deps, values)
         for index, name in enumerate(names):
-            factors = (self.text(shifted, index), self.text(log_sum, index))
-            text = "libdevice.fast_expf({}) * libdevice.exp(-{})".format(*factors)
+            text = template.format(*(self.text(value, index) for value in values))
             self.scopes[depth].body.append(Map(name, text, op_name(node.target)))
         return self.put(node, Value(tuple(names), deps, depth, torch.float32))
 

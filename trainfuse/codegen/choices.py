@@ -11,8 +11,8 @@ class Choice:
     """Knobs of one kernel; None leaves a knob to the schedule's own cost model.
 
     warps: warps a program. rows: rows of a tile, or rows a step. block: columns of a tile or of a
-    chunk, or elements a program. per_sm: programs a multiprocessor, where programs persist. held:
-    whether a row stays in registers; with a block, as it is read.
+    chunk, or elements a program. per_sm: programs a multiprocessor, where programs persist or
+    keep rows. held: whether a row stays in registers; with a block, as it is read.
     ahead: whether a loop loads the rows of its next step before it computes this one's.
     """
 

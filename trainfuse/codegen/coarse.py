@@ -1,4 +1,4 @@
-"""Which exponentials may be coarse: those whose error no result can show.
+"""Which exponentials and quotients may be coarse: those whose error no result can show.
 
 The hardware's exp2 of x log2(e) is within |x| ulps of exp(x), with a quarter of the arithmetic that
 an exponential to one ulp takes; over half-type rows that arithmetic is what kernels are bound by.
@@ -13,6 +13,10 @@ type. Two things on the way could make the error more than it is:
   certain: allowed for probabilities, exp(x - max - log(sum)) as exp(x - max) exp(-log(sum)). Only
   the row's maximum can have one near 1, and its first factor is exactly 1, its second exact.
   Sigmoids and their kin need neither: their error is at most a third of an ulp of one.
+
+A softmax's quotient is coarse whatever is made of it: a row has one divisor, whose reciprocal takes
+part in a product for each element. As this sum is neither small nor huge, no more is lost than by
+the quotient that Triton has for fp32, which is a product with a reciprocal, too, of scaled numbers.
 """
 
 from __future__ import annotations
@@ -24,8 +28,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from autodiff.ops import lookup, op_name
-from trainfuse.codegen.op_forms import ends_formula
+from autodiff.ops import ends_formula, lookup, op_name
 from trainfuse.codegen.scalars import HALF, compute_dtype
 
 BOUNDED = frozenset(
@@ -46,11 +49,13 @@ class Probability:
 
 
 def coarse_nodes(nodes: Sequence[fx.Node], outputs: Collection[fx.Node]) -> frozenset[fx.Node]:
-    """The nodes of a group whose exponentials may take the short way."""
+    """The nodes of a group whose exponentials or quotients may take the short way."""
     members, written = frozenset(nodes), frozenset(outputs)
     found: set[fx.Node] = set()
     for node in nodes:
         name = _name(node)
+        if name == "aten.div.Tensor" and _by_softmax_sum(node, members):
+            found.add(node)
         if name not in (*BOUNDED, "aten.exp"):
             continue
         if compute_dtype(node.meta["val"].dtype) != torch.float32:
@@ -91,6 +96,17 @@ def _from_peak(node: Any, members: Collection[fx.Node]) -> bool:
     if _is(peak, "aten.masked_fill.Scalar", members):  # 0 in place of an infinite maximum
         peak = _argument(peak, members)
     return _is(peak, "aten.amax", members) and _argument(peak, members) is value
+
+
+def _by_softmax_sum(node: fx.Node, members: Collection[fx.Node]) -> bool:
+    """Whether an fp32 quotient's divisor is a row's sum of exp(x - max): 1 to the row's length."""
+    if compute_dtype(node.meta["val"].dtype) != torch.float32:
+        return False
+    total = _through(node.args[1], members)
+    if not _is(total, "aten.sum.dim_IntList", members):
+        return False
+    made = _argument(total, members)
+    return _is(made, "aten.exp", members) and _from_peak(_argument(made, members), members)
 
 
 def _is(node: Any, name: str, members: Collection[fx.Node]) -> bool:

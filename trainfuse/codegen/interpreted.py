@@ -94,6 +94,14 @@ rint = _elementwise(np.rint)
 copysign = _elementwise(np.copysign)
 
 
+def fast_dividef(a: Any, b: Any) -> Any:
+    """a / b, and 0 where |b| is above 2**126 and a finite; a may be a number."""
+    x, y = getattr(a, "handle", None), b.handle.data
+    x = np.asarray(a, y.dtype) if x is None else x.data
+    with np.errstate(all="ignore"):
+        return _wrap(np.where((np.abs(y) > 2.0**126) & np.isfinite(x), 0, x / y), b)
+
+
 def signbit(x: Any) -> Any:
     """1 where the sign bit is set."""
     return _elementwise(np.signbit)(x)
@@ -131,3 +139,8 @@ def reduce_sum(x: Any, axis: int, keep_dims: bool) -> Any:
         half = data.shape[0] // 2
         data = data[:half] + data[half:]
     return _wrap(np.expand_dims(data[0], axis) if keep_dims else data[0], x)
+
+
+def reduce_sums(x: Any, y: Any, axis: int, keep_dims: bool) -> tuple[Any, Any]:
+    """Two sums along an axis."""
+    return reduce_sum(x, axis, keep_dims), reduce_sum(y, axis, keep_dims)

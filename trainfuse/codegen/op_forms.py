@@ -7,9 +7,9 @@ from collections.abc import Callable
 import torch
 from torch import fx
 
-from autodiff.ops import lookup
+from autodiff.ops import ends_formula
 from trainfuse.codegen.op_text import Args, Unsupported
-from trainfuse.codegen.scalars import HALF, TRITON_TYPE, compute_dtype, literal, round_to
+from trainfuse.codegen.scalars import TRITON_TYPE, compute_dtype, literal, round_to
 from trainfuse.fusion.arguments import argument
 from trainfuse.fusion.segment_ops import key_bias
 
@@ -41,6 +41,13 @@ def rsub(args: Args) -> str:
 def mul(args: Args) -> str:
     operator = "&" if args.work == torch.bool else "*"
     return f"{args['self']} {operator} {args['other']}"
+
+
+def div(args: Args) -> str:
+    """A quotient, or a product with the divisor's reciprocal where `coarse` found one of a row."""
+    if args.coarse:
+        return "{self} * (1.0 / {other})".format_map(args)
+    return "{self} / {other}".format_map(args)
 
 
 def div_mode(args: Args) -> str:
@@ -115,13 +122,6 @@ def convert(source: str) -> Callable[[Args], str]:
         return text if wide and ends_formula(args.node) else round_to(text, given, wanted)
 
     return code
-
-
-def ends_formula(cast: fx.Node) -> bool:
-    """Whether a cast to a half type is of a norm, softmax or loss in pieces, not of the program."""
-    origin = cast.meta.get("original_aten")
-    kind = lookup(origin).kind if origin is not None else None
-    return kind in ("norm", "softmax") and cast.meta["val"].dtype in HALF
 
 
 def nan_to_num(args: Args) -> str:

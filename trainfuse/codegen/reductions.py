@@ -1,4 +1,4 @@
-"""Reductions: over a held tile at once, or accumulated over a loop and finished after it."""
+"""Reductions: what each is made of, and accumulation over a loop, finished after it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import fx
 
 from autodiff.ops import op_name
 from trainfuse.codegen.builder import Builder, Value
-from trainfuse.codegen.ir import Define, Map, Reduce
+from trainfuse.codegen.ir import Map, Reduce
 from trainfuse.codegen.scalars import (
     TRITON_TYPE,
     cast,
@@ -119,11 +119,11 @@ def operand(
 def _other(builder: Builder, red: Reduction, axis: str, index: int, at: str) -> str:
     """What the elements hold that a gather doesn't pick: 0, or NaN where it could pick none."""
     name = f"{builder.name_of(red.node)}{builder.suffix}_other{index or ''}"
-    builder.note(name, f'tl.where({_inside(builder, axis, at)}, {red.identity}, float("nan"))')
+    builder.note(name, f'tl.where({inside_row(builder, axis, at)}, {red.identity}, float("nan"))')
     return name
 
 
-def _inside(builder: Builder, axis: str, at: str) -> str:
+def inside_row(builder: Builder, axis: str, at: str) -> str:
     """Whether a gather's index is a column: where it is none ATen would stop the program."""
     width = builder.sizes.get(builder.tile[axis].size, builder.tile[axis].size)
     return f"({at} >= 0) & ({at} < {width})"
@@ -163,54 +163,6 @@ def spread(builder: Builder, value: Value, axis: str, index: int, text: str) -> 
     return f"tl.broadcast_to({text}, {shape_text(builder, index, value.deps | {axis})})"
 
 
-def reduce_held(builder: Builder, red: Reduction, axis: str) -> None:
-    """Reduce a value whose whole extent along `axis` is held in registers."""
-    value, texts = operand(builder, red, axis)
-    deps = value.deps - {axis}
-    texts = [spread(builder, value, axis, i, text) for i, text in enumerate(texts)]
-    if red.moments:
-        held_moments(builder, red, axis, texts, deps)
-        return
-    parts = [guarded(builder, (axis,), i, text, red.identity) for i, text in enumerate(texts)]
-    reduce_parts(builder, red, axis, parts, deps)
-
-
-def reduce_parts(
-    builder: Builder,
-    red: Reduction,
-    axis: str,
-    parts: Sequence[str],
-    deps: frozenset[str] = frozenset({"row"}),
-) -> None:
-    """Give a sum, mean or extremum its value from its segments' operands; deps: what it keeps."""
-    base = builder.name_of(red.node)
-    total = whole_row(builder, red, axis, parts)
-    if red.op == "pick":
-        total = checked_pick(builder, red, axis, total)
-    if red.op == "mean":
-        total = f"({total}) / {red.count}"
-    builder.body.append(Reduce(base, total, op_name(red.node.target)))
-    builder.put(red.node, Value((base,), deps, len(builder.scopes) - 1, red.dtype))
-
-
-def whole_row(builder: Builder, red: Reduction, axis: str, parts: Sequence[str]) -> str:
-    """All segments of a row, reduced. Equal ones are combined lane by lane first.
-
-    Each reduction over lanes costs the warps of a program two barriers.
-    """
-    position = builder.tile[axis].position
-    assert position is not None
-    if len({builder.segment(axis, index).width for index in range(len(parts))}) == 1:
-        return lanes(builder, red, join_parts(red, parts), position)
-    return join_parts(red, [lanes(builder, red, part, position) for part in parts])
-
-
-def checked_pick(builder: Builder, red: Reduction, axis: str, text: str) -> str:
-    """A picked element, NaN where the index is no column."""
-    at = builder.value(red.node.args[2]).names[0]  # type: ignore[arg-type]  # gather's index
-    return f'tl.where({_inside(builder, axis, at)}, {text}, float("nan"))'
-
-
 def join_parts(red: Reduction, parts: Sequence[str]) -> str:
     """The partial results of a row's segments, combined in order."""
     if red.op in ("max", "min"):
@@ -219,29 +171,6 @@ def join_parts(red: Reduction, parts: Sequence[str]) -> str:
             text = f"lib.{red.op}imum({text}, {part})"
         return text
     return " + ".join(parts)
-
-
-def held_moments(
-    builder: Builder, red: Reduction, axis: str, texts: Sequence[str], deps: frozenset[str]
-) -> None:
-    """Variance in two passes over registers: never E[x^2] - E[x]^2."""
-    note = op_name(red.node.target)
-    base = builder.name_of(red.node)
-    parts = [guarded(builder, (axis,), i, text, "0.0") for i, text in enumerate(texts)]
-    mean = f"{base}_mean"
-    total = whole_row(builder, red, axis, parts)
-    builder.body.append(Reduce(mean, f"({total}) / {red.count}", note))
-    squares: list[str] = []
-    for index, text in enumerate(texts):
-        name = f"{base}_d" if len(texts) == 1 else f"{base}_d{index}"
-        builder.body.append(
-            Define(name, guarded(builder, (axis,), index, f"{text} - {mean}", "0.0"))
-        )
-        squares.append(f"{name} * {name}")
-    m2 = f"{base}_m2"
-    total = whole_row(builder, red, axis, squares)
-    builder.body.append(Reduce(m2, total, "sum of squared deviations"))
-    put_moments(builder, red, mean, m2, deps)
 
 
 def put_moments(builder: Builder, red: Reduction, mean: str, m2: str, deps: frozenset[str]) -> None:

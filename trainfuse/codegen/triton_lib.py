@@ -12,6 +12,7 @@ if triton.knobs.runtime.interpret:
         reduce_max,
         reduce_min,
         reduce_sum,
+        reduce_sums,
         wait_for_previous,
         widen,
     )
@@ -43,16 +44,41 @@ else:
         return tl.sum(x, axis, keep_dims=keep_dims)
 
     @triton.jit
+    def reduce_sums(x, y, axis: tl.constexpr, keep_dims: tl.constexpr):
+        """Two sums along an axis, for which warps wait for each other as for one."""
+        return tl.reduce((x, y), axis, _add_both, keep_dims=keep_dims)
+
+    @triton.jit
+    def _add_both(a, b, c, d):
+        return a + c, b + d
+
+    @triton.jit
     def widen(x):
         """A half tile in fp32, made anew at each call.
 
         Two casts of one tile would be merged, and the wide tile kept in twice the registers: what
-        `mov` gives can't be told to be the same.
+        assembly gives can't be told to be the same.
         """
-        again = tl.inline_asm_elementwise(
-            "mov.b32 $0, $1;", "=r,r", [x], dtype=x.dtype, is_pure=False, pack=2
+        if x.dtype == tl.bfloat16:
+            wide = _widen_pairs(x, False)
+        else:
+            again = tl.inline_asm_elementwise(
+                "mov.b32 $0, $1;", "=r,r", [x], dtype=x.dtype, is_pure=False, pack=2
+            )
+            wide = again.to(tl.float32)
+        return wide
+
+    @triton.jit
+    def _widen_pairs(x, PURE: tl.constexpr):
+        """bf16 in fp32, an instruction each: ptxas takes two for the upper one of a register."""
+        return tl.inline_asm_elementwise(
+            "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;",
+            "=r,=r,r",
+            [x],
+            dtype=tl.float32,
+            is_pure=PURE,
+            pack=2,
         )
-        return again.to(tl.float32)
 
     @triton.jit
     def product(a, b):
@@ -77,6 +103,7 @@ __all__ = [
     "reduce_max",
     "reduce_min",
     "reduce_sum",
+    "reduce_sums",
     "wait_for_previous",
     "widen",
 ]
@@ -208,6 +235,44 @@ def _exp(x, COARSE: tl.constexpr):
 
 
 @triton.jit
+def _quotient(a, b, COARSE: tl.constexpr):
+    """a / b to two ulps, or without scaling: as exact where |b| is at most 2**126, beyond it 0."""
+    return libdevice.fast_dividef(a, b) if COARSE else a / b
+
+
+@triton.jit
+def sigmoid(x, COARSE: tl.constexpr):
+    """1 / (1 + exp(-x)); below -87, where it is smaller than any normal number, it may be 0."""
+    return _quotient(1.0, 1.0 + _exp(-x, COARSE), COARSE)
+
+
+@triton.jit
+def _sigmoids(x, COARSE: tl.constexpr):
+    """sigmoid(x) and sigmoid(-x), neither by a difference, which would lose the smaller one.
+
+    exp(-x) is kept finite, so that what the first one's reciprocal flushes to 0 makes the second 0
+    rather than NaN: nothing that a derivative multiplies it with can bring it back.
+    """
+    if COARSE:
+        small = _exp(tl.minimum(-x, 88.5), COARSE)
+        upper = _quotient(1.0, 1.0 + small, COARSE)
+        lower = small * upper
+    else:
+        small = libdevice.exp(-tl.abs(x))
+        larger = 1.0 / (1.0 + small)
+        smaller = small * larger
+        upper = tl.where(x >= 0, larger, smaller)
+        lower = tl.where(x >= 0, smaller, larger)
+    return upper, lower
+
+
+@triton.jit
+def silu(x, COARSE: tl.constexpr):
+    """x sigmoid(x)."""
+    return _quotient(x, 1.0 + _exp(-x, COARSE), COARSE)
+
+
+@triton.jit
 def gelu_slope(x, COARSE: tl.constexpr):
     """Derivative of x Phi(x)."""
     cdf = 0.5 * (1.0 + libdevice.erf(x * 0.7071067811865476))
@@ -217,29 +282,25 @@ def gelu_slope(x, COARSE: tl.constexpr):
 @triton.jit
 def gelu_tanh(x, COARSE: tl.constexpr):
     """gelu's tanh form, 0.5 x (1 + tanh u), as x sigmoid(2u): the same, with less arithmetic."""
-    twice = 1.5957691216057308 * (x + 0.044715 * x * x * x)
-    return x / (1.0 + _exp(-twice, COARSE))
+    twice = x * (1.5957691216057308 + 0.07135481627260025 * (x * x))
+    return _quotient(x, 1.0 + _exp(-twice, COARSE), COARSE)
 
 
 @triton.jit
 def gelu_tanh_slope(x, COARSE: tl.constexpr):
-    """Derivative of gelu's tanh form, with s = sigmoid(2u): s + 2 x s (1 - s) u'.
-
-    From exp(-2 |u|), which can't overflow: s (1 - s) is then a product, without cancellation.
-    """
-    twice = 1.5957691216057308 * (x + 0.044715 * x * x * x)
-    small = _exp(-tl.abs(twice), COARSE)
-    upper = 1.0 / (1.0 + small)
-    lower = small * upper
-    slope = 1.5957691216057308 * (1.0 + 0.134145 * x * x)
-    return tl.where(twice >= 0, upper, lower) + x * (lower * upper) * slope
+    """Derivative of gelu's tanh form, with s = sigmoid(2u): s + 2 x s (1 - s) u'."""
+    square = x * x
+    twice = x * (1.5957691216057308 + 0.07135481627260025 * square)
+    slope = 1.5957691216057308 + 0.21406444881780075 * square
+    upper, lower = _sigmoids(twice, COARSE)
+    return upper + x * (lower * upper) * slope
 
 
 @triton.jit
 def silu_slope(x, COARSE: tl.constexpr):
     """Derivative of x sigmoid(x)."""
-    sigmoid = 1.0 / (1.0 + _exp(-x, COARSE))
-    return sigmoid * (1.0 + x * (1.0 - sigmoid))
+    upper, lower = _sigmoids(x, COARSE)
+    return upper * (1.0 + x * lower)
 
 
 @triton.jit

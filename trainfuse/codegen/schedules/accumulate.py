@@ -12,6 +12,7 @@ from torch import fx
 
 from trainfuse.codegen import reductions
 from trainfuse.codegen.builder import Builder, Group
+from trainfuse.codegen.held_reductions import reduce_held, reduce_parts
 from trainfuse.codegen.ir import ArgRef, Barrier, Kernel, Load, Loop, Module, Store, Workspace
 from trainfuse.codegen.reductions import Accumulator, Reduction
 from trainfuse.codegen.schedules import kept
@@ -112,9 +113,10 @@ def row_loop(
     if row.segments[0].mask:
         builder.note("row_mask", inside(builder, row, "row", "ROWS"))
     preload(builder, [*early, *(acc.red.node for acc in accs)])
+    reds = [reductions.parse(node, domain) for node in early if domain.reduced.get(node)]
     for node in early:
         if domain.reduced.get(node):
-            reductions.reduce_held(builder, reductions.parse(node, domain), "col")
+            reduce_held(builder, reductions.parse(node, domain), "col", reds)
         if node in group.outputs:
             builder.store(node)
     step = plan.programs * plan.block
@@ -212,7 +214,7 @@ class Level:
             ready = following or {}
         builder.tile["col"], builder.suffix = whole, ""
         for red in self.reds:
-            reductions.reduce_parts(builder, red, "col", parts[red.node])
+            reduce_parts(builder, red, "col", parts[red.node])
 
     def enter(self, builder: Builder, whole: TileAxis, index: int) -> None:
         builder.tile["col"] = replace(whole, segments=(whole.segments[index],))

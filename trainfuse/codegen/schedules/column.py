@@ -7,7 +7,7 @@ from dataclasses import replace
 from trainfuse.codegen.builder import Group
 from trainfuse.codegen.choices import Choice, products
 from trainfuse.codegen.ir import Module
-from trainfuse.codegen.schedules import accumulate
+from trainfuse.codegen.schedules import accumulate, kept
 from trainfuse.codegen.schedules.common import (
     describe,
     live_tiles,
@@ -36,6 +36,7 @@ LIGHT_REGISTERS = 32
 
 
 LIKELY = (
+    Choice(warps=4, rows=64, block=128, per_sm=4),
     Choice(warps=4, rows=16, block=128, per_sm=4),
     Choice(warps=8, rows=32, block=128, per_sm=4),
 )
@@ -112,6 +113,10 @@ def tile_shape(group: Group, target: Target, choice: Choice) -> tuple[int, int]:
     odd = not dense_rows and width % max(1, VECTOR_BYTES // widest(group)) != 0
     if odd and not few and 2 * rows * block * live / (32 * WARPS) <= LIGHT_REGISTERS:
         rows *= 2  # read element by element, and not unrolled: as much again on its way at once
+    tiles = PROGRAMS_PER_SM * target.num_sms // divide_up(width, block)
+    plenty = block == COLUMNS and total >= 2 * rows * STEPS * max(1, tiles)
+    if plenty and not odd and len(domain.reduced) == 1 and len(kept.rows(group)) > 1:
+        rows *= 2  # a sum of several operands' elements: two loads of each on their way
     while rows > 8 and rows * block * live / (32 * WARPS) > TILE_REGISTERS:
         rows //= 2
     return rows, block

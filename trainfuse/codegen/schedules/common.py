@@ -258,9 +258,11 @@ def columns(group: Group, col: TileAxis, rank: int, text: str) -> str:
 
     Triton has it hold what any operand allows: eight of a row of weights, and then of rows that
     begin at odd addresses, too, each lane 16 bytes from the next. Lane by lane these are read whole
-    sectors at a time, and what a block holds past a row's end is no code.
+    sectors at a time, and what a block holds past a row's end is no code. Or sixteen of a mask of
+    bytes, and of halves two vectors that lie side by side: a warp's load or store of one of them
+    then has half of each sector, or the values are moved between threads.
     """
-    text, together = long(group, text), neighbours(group)
+    text, together = long(group, text), neighbours(group) or beside_narrow(group)
     if together is None:
         return text
     hint = f"[{together}, 1]" if col.position == 0 else f"[1, {together}]"
@@ -290,6 +292,23 @@ def neighbours(group: Group) -> int | None:
             if found[-1] * node.meta["val"].dtype.itemsize >= VECTOR_BYTES:
                 return None
     return max(found, default=None)
+
+
+def beside_narrow(group: Group) -> int | None:
+    """Elements of a vector of the widest whole values, where rows of something narrower are read.
+
+    None where a row's elements lie apart.
+    """
+    domain = group.domain
+    values = [node for node in (*group.inputs, *group.outputs) if node in domain.axes]
+    dense = [node for node in values if value_strides(domain, node).get(domain.cols[-1]) == 1]
+    wide = widest(group)
+    if rows_are_neighbours(domain) or not any(
+        node.meta["val"].dtype.itemsize < wide for node in dense
+    ):
+        return None
+    whole = [node for node in values if len(own_axes(domain, node)) == len(domain.sizes)]
+    return VECTOR_BYTES // wide if set(whole) <= set(dense) else None
 
 
 def constants(builder: Builder, pairs: Iterable[tuple[str, int]]) -> None:

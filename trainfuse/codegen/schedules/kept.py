@@ -40,6 +40,7 @@ VECTOR = 8  # elements of a 16-byte load
 PROGRAMS_PER_SM = 2
 FILE = 65536  # registers of a multiprocessor
 SHORTEST = 8192  # elements of a row that is worth it
+AHEAD = 4  # segments that are loaded before their use, of rows that are not kept
 
 
 def rows(group: Group) -> list[fx.Node]:
@@ -124,34 +125,47 @@ def _segments(width: int, block: int) -> tuple[Segment, ...]:
     )
 
 
-def keep(builder: Builder, node: fx.Node, count: int) -> None:
-    """Load the first segments of an input's row."""
+def keep(builder: Builder, node: fx.Node, count: int, first: int = 0, suffix: str = "") -> None:
+    """Load segments of an input's row, before the one numbered count."""
     arg: ArgRef = ("input", builder.inputs[node])
     builder.args[arg] = None
     strides = value_strides(builder.domain, node)
     deps = builder.dependences(strides)
     value = node.meta["val"]
     note = f"{str(value.dtype).removeprefix('torch.')}[{'x'.join(map(str, value.shape))}]"
-    for index, segment in enumerate(builder.tile["col"].segments[:count]):
-        name = f"{builder.name_of(node)}_{index}"
+    segments = builder.tile["col"].segments
+    for index in range(first, min(count, len(segments))):
+        name = f"{builder.name_of(node)}{suffix}_{index}"
         mask = builder.mask(deps, index)
         builder.body.append(Load(name, arg, builder.offset(strides, index), mask, "", note))
-        builder.kept[node, segment.index] = name
+        builder.kept[node, segments[index].index] = name
 
 
 def walk(
-    builder: Builder, col: TileAxis, step: Pass, number: int, later: Sequence[fx.Node] = ()
+    builder: Builder,
+    col: TileAxis,
+    step: Pass,
+    number: int,
+    later: Sequence[fx.Node] = (),
+    passing: Sequence[fx.Node] = (),
 ) -> None:
     """One pass over the segments: accumulate, and store what is ready.
 
-    later: values of half types that it computes, kept for later passes.
+    later: values of half types that it computes, kept for later passes. passing: inputs that are
+    not kept, of which each segment is loaded some segments before its use.
     """
     if not step.walks:
         return
+    builder.tile["col"] = col
+    for node in passing:
+        keep(builder, node, AHEAD, suffix=f"_r{number}")
     builder.tile["col"] = replace(col, segments=col.segments[:1])
     for acc in step.accs:
         reductions.start(builder, acc)
     for index, segment in enumerate(col.segments):
+        builder.tile["col"] = col
+        for node in passing:
+            keep(builder, node, index + AHEAD + 1, index + AHEAD, f"_r{number}")
         builder.tile["col"] = replace(col, segments=(segment,))
         builder.suffix = f"_r{number}s{index}"  # the pass, the segment
         builder.push("col")
@@ -167,4 +181,6 @@ def walk(
         builder.body.extend(body)
         for node in later:
             builder.kept[node, segment.index] = f"{builder.name_of(node)}_{index}"
+        for node in passing:
+            del builder.kept[node, segment.index]
     builder.suffix = ""

@@ -4,7 +4,8 @@ As a group norm's backward: two sums a channel, from them two a group, from thos
 program has one row, in tiles of all its parts and a chunk of each, and goes over it once for each
 level of reductions that spans it. A row of half types that fits is read once and kept as it is;
 where later passes need a value that was rounded to a half type, rather than what it was made of,
-that is kept instead.
+that is kept instead. Where it alone is kept, and inputs are read again from the cache, two programs
+share a multiprocessor, and one loads while the other computes.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from autodiff.ops import lookup
 from trainfuse.codegen import reductions
 from trainfuse.codegen.builder import Builder, Group
 from trainfuse.codegen.choices import Choice, products
+from trainfuse.codegen.held_reductions import reduce_held
 from trainfuse.codegen.ir import Module
 from trainfuse.codegen.reductions import Accumulator, Reduction
 from trainfuse.codegen.scalars import HALF
@@ -47,6 +49,7 @@ REGISTERS = 128  # a thread; kept.REGISTERS of them hold rows that are kept
 
 
 LIKELY = (
+    Choice(held=True, per_sm=2),
     Choice(held=False),
     Choice(held=False, warps=16),
     Choice(held=False, warps=4, block=1024),
@@ -69,7 +72,7 @@ class Level:
     def begin(self, builder: Builder) -> None:
         """What needs no walk."""
         for red in self.parts:
-            reductions.reduce_held(builder, red, "mid")
+            reduce_held(builder, red, "mid")
         for node in self.small:
             builder.store(node)
 
@@ -86,6 +89,12 @@ def build(group: Group, target: Target, options: CodegenOptions, choice: Choice)
     steps = plan(group)
     warps = kept_warps(group)
     keeps = choice.held if choice.held is not None else not target.interpreted
+    if choice.held and choice.per_sm:
+        warps = KEPT_WARPS // choice.per_sm
+        made = sum(len(rounded(group, steps, number)) for number in range(len(steps)))
+        if not (made and keepable(group) and fits(group, made, warps)):
+            raise Unsupported(group.nodes[-1], "nothing that it makes can be kept")
+        return in_registers(group, steps, warps, passing=True)
     if keeps and warps is not None:
         return in_registers(group, steps, warps)
     if choice.held:
@@ -106,8 +115,13 @@ def build(group: Group, target: Target, options: CodegenOptions, choice: Choice)
     return finish(builder, steps, choice.warps or WARPS)
 
 
-def in_registers(group: Group, steps: Sequence[Level], warps: int) -> Module:
-    """A row that is read once; its tiles are emitted one after the other."""
+def in_registers(
+    group: Group, steps: Sequence[Level], warps: int, *, passing: bool = False
+) -> Module:
+    """A row whose tiles are emitted one after the other.
+
+    passing: what is made of it is kept alone, inputs are read in each pass that needs them.
+    """
     count, width = shape(group)
     block = tile_width(count, width, warps)
     segments = tuple(
@@ -118,11 +132,16 @@ def in_registers(group: Group, steps: Sequence[Level], warps: int) -> Module:
     col = builder.tile["col"]
     for name, text in column_definitions(group, col, 2):
         builder.note(name, text)
-    for node in kept.rows(group):
+    whole = kept.rows(group)
+    for node in whole if not passing else ():
         kept.keep(builder, node, len(segments))
+    made: list[fx.Node] = []
     for number, step in enumerate(steps):
         step.begin(builder)
-        kept.walk(builder, col, step.walk, number, rounded(group, steps, number))
+        later = rounded(group, steps, number)
+        read = reached(group, step.walk.read(), made)[1] if passing else ()
+        kept.walk(builder, col, step.walk, number, later, [node for node in whole if node in read])
+        made += later
         step.end(builder)
     return finish(builder, steps, warps)
 
@@ -210,23 +229,29 @@ def tile_width(count: int, width: int, warps: int) -> int:
 
 def kept_warps(group: Group) -> int | None:
     """Warps that can keep a row, None where none can or should."""
-    domain = group.domain
+    if not keepable(group):
+        return None
+    many = (1 << n for n in range(KEPT_WARPS.bit_length()))
+    return next((warps for warps in many if fits(group, len(kept.rows(group)), warps)), None)
+
+
+def keepable(group: Group) -> bool:
+    """Whether its rows are of half types, in whole vectors, and cheap to go over again."""
     whole = kept.rows(group)
-    count, width = shape(group)
     if not whole or any(node.meta["val"].dtype not in HALF for node in whole):
-        return None
-    if domain.indirect or width % kept.VECTOR:
-        return None
-    if any(lookup(node.target).kind == "rng" for node in group.nodes):
-        return None  # a mask would be drawn in every pass
-    warps = 1
-    while warps <= KEPT_WARPS:
-        block = tile_width(count, width, warps)
-        held = power_of_two(count) * divide_up(width, block) * block * len(whole)
-        if held <= kept.REGISTERS * 2 * 32 * warps:
-            return warps
-        warps *= 2
-    return None
+        return False
+    if group.domain.indirect or shape(group)[1] % kept.VECTOR:
+        return False
+    # a mask would be drawn in every pass
+    return not any(lookup(node.target).kind == "rng" for node in group.nodes)
+
+
+def fits(group: Group, rows: int, warps: int) -> bool:
+    """Whether so many rows of half types fit into the registers of a program."""
+    count, width = shape(group)
+    block = tile_width(count, width, warps)
+    held = power_of_two(count) * divide_up(width, block) * block * rows
+    return held <= kept.REGISTERS * 2 * 32 * warps
 
 
 def rounded(group: Group, steps: Sequence[Level], number: int) -> list[fx.Node]:

@@ -11,6 +11,7 @@ from dataclasses import replace
 from trainfuse.codegen import reductions
 from trainfuse.codegen.builder import Builder, Group
 from trainfuse.codegen.choices import Choice, products
+from trainfuse.codegen.held_reductions import reduce_held
 from trainfuse.codegen.ir import Module
 from trainfuse.codegen.schedules import kept, online, passes, split, vectors
 from trainfuse.codegen.schedules.common import (
@@ -63,11 +64,13 @@ RESIDENT_WARPS = 32
 
 LIKELY = (
     Choice(warps=8, held=True),
+    Choice(warps=1, rows=1, held=True),
     Choice(warps=4, rows=2, held=True),
     Choice(warps=8, block=kept.ELEMENTS * 32 * 8, held=True),
     Choice(held=False),
     Choice(held=False, ahead=False),
     Choice(warps=4, block=4096, held=False),
+    Choice(warps=8, block=8192, held=False),
     Choice(warps=16, block=8192, held=False),
     Choice(warps=32, block=8192, held=False),
 )
@@ -182,9 +185,10 @@ def in_registers(group: Group, target: Target, choice: Choice) -> Module:
     builder.bind("col")
     nodes = needed(group)
     preload(builder, nodes)
+    reds = [reductions.parse(node, domain) for node in nodes if domain.reduced.get(node)]
     for node in nodes:
         if domain.reduced.get(node):
-            reductions.reduce_held(builder, reductions.parse(node, domain), "col")
+            reduce_held(builder, reductions.parse(node, domain), "col", reds)
         if node in group.outputs:
             builder.store(node)
     doc = f"A row in registers: {describe(group, nodes)}."

@@ -6,7 +6,7 @@ from torch import fx
 
 from trainfuse.codegen import reductions
 from trainfuse.codegen.builder import Group
-from trainfuse.codegen.choices import Choice, products
+from trainfuse.codegen.choices import MODEL, Choice, products
 from trainfuse.codegen.ir import Module
 from trainfuse.codegen.reductions import Reduction
 from trainfuse.codegen.scalars import HALF
@@ -31,6 +31,9 @@ MAX_WARPS = 16
 ELEMENTS_A_THREAD = 16
 FEW_WARPS = 8
 MOST_PER_SM = 8
+# Elements of rows that twice the warps take two at a time, the next two loaded ahead: barriers are
+# waited for half as often, with something in flight.
+PAIRED = 1024
 STRIP = 32  # rows of a step that lie side by side in memory: whole sectors of each operand
 FILE = 65536  # registers of a multiprocessor
 ALLOCATED = 8  # registers a thread that are taken together
@@ -71,6 +74,8 @@ def build(group: Group, target: Target, options: CodegenOptions, choice: Choice)
     sums = sum(bool(reduced & frozenset(domain.rows)) for reduced in domain.reduced.values())
     live = live_tiles(group) + sums
     least = strip_rows(group, target, held, live)
+    if choice == MODEL and least == 1 and pairs(group, target, held, live):
+        choice = Choice(warps=2 * num_warps(held, live), rows=2, ahead=True)
     warps = choice.warps or num_warps(least * held, live)
     fits = registers(least * held, live, warps) <= register_limit(target, warps) - DOUBTED
     if choice.held and choice.block and kept_rows(group, target, choice.warps or MAX_WARPS):
@@ -86,8 +91,9 @@ def build(group: Group, target: Target, options: CodegenOptions, choice: Choice)
     if choice.rows and registers(rows * held, alive, warps) > register_limit(target, warps):
         raise Unsupported(group.nodes[-1], "its rows are too long for so few threads to hold")
     share = 1.0 if neighbours(group) is None else LANES_APART
-    resident = int(FILE / (32 * warps * share * registers(least * held, live, warps)))
-    per_sm = choice.per_sm or max(1, min(resident, MOST_PER_SM))
+    step = rows if choice.rows else least
+    resident = int(FILE / (32 * warps * share * registers(step * held, alive, warps)))
+    per_sm = choice.per_sm or max(1, min(resident, MOST_PER_SM // (choice.rows or 1)))
     programs = min(per_sm * target.num_sms, divide_up(total, rows), accumulate.MAX_PROGRAMS)
     row_mask = "row_mask" if total % rows else ""
     place, rank = None if rows == 1 else 1 if least > 1 else 0, 1 if rows == 1 else 2
@@ -111,6 +117,16 @@ def build(group: Group, target: Target, options: CodegenOptions, choice: Choice)
         ),
     )
     return accumulate.build(group, target, tile, plan, prologue)
+
+
+def pairs(group: Group, target: Target, held: int, live: float) -> bool:
+    """Whether a step takes two rows: there are many, and registers for those of the next step."""
+    if target.interpreted or held != PAIRED or neighbours(group) is not None:
+        return False
+    total, warps = group.domain.extent(group.domain.rows), 2 * num_warps(held, live)
+    wanted = registers(2 * held, live + len(group.inputs) / 2, warps)
+    many = total >= 2 * MOST_PER_SM * target.num_sms
+    return many and wanted <= register_limit(target, warps) - DOUBTED
 
 
 def strip_rows(group: Group, target: Target, held: int, live: int) -> int:
