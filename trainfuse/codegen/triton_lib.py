@@ -170,6 +170,38 @@ def keep_rows(seed, offset, quad, dropped: tl.constexpr):
 
 
 @triton.jit
+def keep_run(seed, offset, first, count: tl.constexpr, dropped: tl.constexpr):
+    """The same for consecutive positions from `first`, anywhere in a block of four words.
+
+    Eight positions lie in three blocks at most, so a thread that holds them draws all their words.
+    count: a power of two, at least 8.
+    """
+    quad = (first + tl.arange(0, count // 8) * 8) // 4
+    a0, a1, a2, a3 = _philox(seed, offset, quad)
+    b0, b1, b2, b3 = _philox(seed, offset, quad + 1)
+    c0, c1, c2, _ = _philox(seed, offset, quad + 2)
+    two, one = first % 4 >= 2, first % 2 == 1
+    a0, a1, a2 = tl.where(two, a2, a0), tl.where(two, a3, a1), tl.where(two, b0, a2)
+    a3, b0, b1 = tl.where(two, b1, a3), tl.where(two, b2, b0), tl.where(two, b3, b1)
+    b2, b3, c0 = tl.where(two, c0, b2), tl.where(two, c1, b3), tl.where(two, c2, c0)
+    a0, a1, a2, a3 = (
+        tl.where(one, a1, a0),
+        tl.where(one, a2, a1),
+        tl.where(one, a3, a2),
+        tl.where(one, b0, a3),
+    )
+    b0, b1, b2, b3 = (
+        tl.where(one, b1, b0),
+        tl.where(one, b2, b1),
+        tl.where(one, b3, b2),
+        tl.where(one, c0, b3),
+    )
+    even = tl.join(tl.join(a0, b0), tl.join(a2, b2))
+    odd = tl.join(tl.join(a1, b1), tl.join(a3, b3))
+    return _kept(tl.reshape(tl.join(even, odd), (count,)), dropped)
+
+
+@triton.jit
 def _kept(word, dropped: tl.constexpr):
     """Whether a word keeps its element: where all 2**32 are dropped, none does."""
     return word >= dropped if dropped < 4294967296 else word != word

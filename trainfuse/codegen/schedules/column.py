@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from trainfuse.codegen.builder import Group
+from trainfuse.codegen.builder import Group, masks
 from trainfuse.codegen.choices import Choice, products
 from trainfuse.codegen.ir import Module
-from trainfuse.codegen.schedules import accumulate
+from trainfuse.codegen.schedules import accumulate, phases
 from trainfuse.codegen.schedules.common import (
     describe,
     live_tiles,
@@ -56,29 +56,40 @@ def build(group: Group, target: Target, options: CodegenOptions, choice: Choice)
     slabs = min(wanted, divide_up(total, steps * rows), accumulate.MAX_PROGRAMS)
     row_mask = "row_mask" if total % rows else ""
     col_mask = "col_mask" if width % block else ""
-    tile = [
-        TileAxis("row", domain.rows, total, (Segment("row", row_mask, rows),), 0, slabs > 1),
-        TileAxis(
-            "col",
-            domain.cols,
-            width,
-            (Segment("col", col_mask, block, f"tl.program_id(1) * {block} // 4"),),
-            1,
-            True,
-        ),
-    ]
-    lanes = f"tl.program_id(1) * {block} + tl.arange(0, {block})[None, :]"
-    prologue = [("col", long(group, lanes))]
+    segment = Segment("col", col_mask, block, f"tl.program_id(1) * {block} // 4")
+    lanes = long(group, f"tl.program_id(1) * {block} + tl.arange(0, {block})[None, :]")
+    prologue = [("col", lanes)]
     if col_mask:
         prologue.append(("col_mask", "col < COLS"))
+    phase = in_vectors(group, slabs, rows, block)
+    if phase is not None:
+        segment, prologue = phase.block(block, lanes)
+        slabs = max(slabs // phase.period, 1) * phase.period
+        tiles = divide_up(width + phase.count - 1, block)
+    tile = [
+        TileAxis("row", domain.rows, total, (Segment("row", row_mask, rows),), 0, slabs > 1),
+        TileAxis("col", domain.cols, width, (segment,), 1, True),
+    ]
     doc = f"Sums over rows: {describe(group, needed(group))}."
     warps = choice.warps or num_warps(rows * block)
-    plan = accumulate.Plan(slabs, rows, "column_kernel", doc, warps, tiles)
+    plan = accumulate.Plan(slabs, rows, "column_kernel", doc, warps, tiles, phases=phase)
     module = accumulate.build(group, target, tile, plan, prologue)
     _, late = accumulate.late_nodes(group)
     again = read_by(group, [node for node in late if not domain.reduced.get(node)])
     over = written_over(group, rows * block, warps)
-    return replace(module, in_place=frozenset(p for p in over if group.inputs[p[1]] not in again))
+    over = frozenset(p for p in over if group.inputs[p[1]] not in again)
+    return replace(module, in_place=over, whole_vectors=phase is not None)
+
+
+def in_vectors(group: Group, slabs: int, rows: int, block: int) -> phases.Phases | None:
+    """How rows that begin anywhere are moved in vectors; None where they aren't.
+
+    A step's rows begin alike, and none of them lies past the last.
+    """
+    found = phases.find(group)
+    if found is None or slabs == 1 or block % found.count or masks(group):
+        return None
+    return None if group.domain.extent(group.domain.rows) % (rows * found.period) else found
 
 
 def num_warps(elements: int) -> int:

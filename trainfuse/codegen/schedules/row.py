@@ -12,7 +12,16 @@ from trainfuse.codegen import reductions
 from trainfuse.codegen.builder import Builder, Group
 from trainfuse.codegen.choices import Choice, products
 from trainfuse.codegen.ir import Module
-from trainfuse.codegen.schedules import kept, online, passes, split, vectors
+from trainfuse.codegen.schedules import (
+    accumulate,
+    kept,
+    online,
+    passes,
+    phases,
+    row_column,
+    split,
+    vectors,
+)
 from trainfuse.codegen.schedules.common import (
     aligned,
     column_definitions,
@@ -171,6 +180,9 @@ def in_registers(group: Group, target: Target, choice: Choice) -> Module:
     """Every value of a row is held at once; each reduction is one tree."""
     domain = group.domain
     width, total = domain.extent(domain.cols), domain.extent(domain.rows)
+    phase = phases.find(group) if choice.rows in (None, 1) else None
+    if phase is not None:
+        return phased(group, target, choice, phase)
     held = sum(block for _, block in cover(width))
     rows, warps = rows_and_warps(group, target, held, live_tiles(group), choice)
     row, col, rank = tile_axes(group, rows, tuple(column_segments(width)))
@@ -192,6 +204,42 @@ def in_registers(group: Group, target: Target, choice: Choice) -> Module:
     # with more threads than elements several hold one, and none waits until all have read it
     alone = all(rows * block >= 32 * warps for _, block in cover(width))
     return Module((launch,), in_place=aligned(group) if alone else frozenset())
+
+
+def phased(group: Group, target: Target, choice: Choice, phase: phases.Phases) -> Module:
+    """Rows that begin anywhere, in whole vectors, held at once.
+
+    Programs stay for many rows where something varies along the columns alone: it begins at no
+    vector of theirs, and is loaded element by element, once.
+    """
+    domain = group.domain
+    total = domain.extent(domain.rows)
+    fixed = phases.columns(group)
+    live = live_tiles(group) + phases.registers(group)
+    live += len(group.inputs) / 2 if choice.ahead and fixed else 0  # as they lie in memory
+    warps = choice.warps or row_column.num_warps(phase.width, live)
+    segments = phase.segments(warps)
+    held = sum(segment.width for segment in segments)
+    taken = row_column.registers(held, live, warps)
+    if taken > row_column.register_limit(target, warps):
+        raise Unsupported(group.nodes[-1], "its rows are too long for so few threads to hold")
+    resident = int(row_column.FILE / (32 * warps * taken))
+    per_sm = choice.per_sm or max(1, min(resident, row_column.MOST_PER_SM))
+    programs = phase.programs(per_sm * target.num_sms, total) if fixed else total
+    row = TileAxis("row", domain.rows, total, (Segment("row", "", 1),), None, True)
+    col = TileAxis("col", domain.cols, domain.extent(domain.cols), segments, 0, False)
+    doc = f"Rows in registers, in whole vectors: {describe(group, needed(group))}."
+    plan = accumulate.Plan(
+        programs,
+        1,
+        "row_kernel",
+        doc,
+        warps,
+        ahead=bool(choice.ahead) and programs < total,
+        max_registers=row_column.shared_registers(target, warps, per_sm, taken),
+        phases=phase,
+    )
+    return accumulate.build(group, target, (row, col), plan, phase.definitions(group, segments))
 
 
 def strip_rows(group: Group) -> int:

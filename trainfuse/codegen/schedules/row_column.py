@@ -10,7 +10,7 @@ from trainfuse.codegen.choices import Choice, products
 from trainfuse.codegen.ir import Module
 from trainfuse.codegen.reductions import Reduction
 from trainfuse.codegen.scalars import HALF
-from trainfuse.codegen.schedules import accumulate, kept
+from trainfuse.codegen.schedules import accumulate, kept, phases
 from trainfuse.codegen.schedules.common import (
     column_definitions,
     column_segments,
@@ -66,10 +66,13 @@ def build(group: Group, target: Target, options: CodegenOptions, choice: Choice)
     del options
     domain = group.domain
     width, total = domain.extent(domain.cols), domain.extent(domain.rows)
+    phase = phases.find(group) if choice.rows in (None, 1) else None
     segments = tuple(column_segments(width))
+    if phase is not None:
+        segments = phase.segments(choice.warps or FEW_WARPS)
     held = sum(segment.width for segment in segments)
     sums = sum(bool(reduced & frozenset(domain.rows)) for reduced in domain.reduced.values())
-    live = live_tiles(group) + sums
+    live = live_tiles(group) + sums + (phases.registers(group) if phase else 0)
     least = strip_rows(group, target, held, live)
     warps = choice.warps or num_warps(least * held, live)
     fits = registers(least * held, live, warps) <= register_limit(target, warps) - DOUBTED
@@ -82,13 +85,15 @@ def build(group: Group, target: Target, options: CodegenOptions, choice: Choice)
     budget = 8192 if target.interpreted else ELEMENTS_A_STEP
     rows = max(least, min(floor_power(max(1, budget // held)), power_of_two(total)))
     rows = choice.rows * least if choice.rows else rows
+    rows = rows if phase is None else 1
     alive = live + (len(group.inputs) / 2 if choice.ahead else 0)  # as they lie in memory
     if choice.rows and registers(rows * held, alive, warps) > register_limit(target, warps):
         raise Unsupported(group.nodes[-1], "its rows are too long for so few threads to hold")
-    share = 1.0 if neighbours(group) is None else LANES_APART
+    share = 1.0 if phase is not None or neighbours(group) is None else LANES_APART
     resident = int(FILE / (32 * warps * share * registers(least * held, live, warps)))
     per_sm = choice.per_sm or max(1, min(resident, MOST_PER_SM))
     programs = min(per_sm * target.num_sms, divide_up(total, rows), accumulate.MAX_PROGRAMS)
+    programs = programs if phase is None else phase.programs(programs, total)
     row_mask = "row_mask" if total % rows else ""
     place, rank = None if rows == 1 else 1 if least > 1 else 0, 1 if rows == 1 else 2
     block = (Segment("row", row_mask, rows),)
@@ -97,6 +102,8 @@ def build(group: Group, target: Target, options: CodegenOptions, choice: Choice)
         TileAxis("col", domain.cols, width, segments, 1 if place == 0 else 0, False),
     ]
     prologue = column_definitions(group, tile[1], rank)
+    if phase is not None:
+        prologue = phase.definitions(group, segments)
     doc = f"Rows and their columns: {describe(group, needed(group))}."
     ahead = bool(choice.ahead) and programs * rows < total
     plan = accumulate.Plan(
@@ -109,6 +116,7 @@ def build(group: Group, target: Target, options: CodegenOptions, choice: Choice)
         max_registers=shared_registers(
             target, warps, per_sm, share * registers(rows * held, live, warps)
         ),
+        phases=phase,
     )
     return accumulate.build(group, target, tile, plan, prologue)
 
