@@ -8,10 +8,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from torch import fx
+
 from trainfuse.codegen import reductions
 from trainfuse.codegen.builder import Builder, Group
 from trainfuse.codegen.choices import Choice, products
 from trainfuse.codegen.ir import Module
+from trainfuse.codegen.reductions import Reduction
 from trainfuse.codegen.schedules import (
     accumulate,
     kept,
@@ -30,11 +33,13 @@ from trainfuse.codegen.schedules.common import (
     describe,
     kernel,
     lanes,
+    levels,
     live_tiles,
     long,
     needed,
     own_axes,
     preload,
+    read_by,
     rows_are_neighbours,
 )
 from trainfuse.codegen.schedules.passes import ROW
@@ -194,8 +199,15 @@ def in_registers(group: Group, target: Target, choice: Choice) -> Module:
     builder.bind("col")
     nodes = needed(group)
     preload(builder, nodes)
+    picked = {red.node: red for red in picks(group, nodes)} if rows == 1 else {}
+    ready = {
+        node: reductions.read_picked(builder, red, "col", picked_inputs(group, red))
+        for node, red in picked.items()
+    }
     for node in nodes:
-        if domain.reduced.get(node):
+        if node in picked:
+            reductions.pick(builder, picked[node], "col", ready[node])
+        elif domain.reduced.get(node):
             reductions.reduce_held(builder, reductions.parse(node, domain), "col")
         if node in group.outputs:
             builder.store(node)
@@ -203,7 +215,27 @@ def in_registers(group: Group, target: Target, choice: Choice) -> Module:
     launch = kernel(builder, "row_kernel", doc, (divide_up(total, rows), 1, 1), warps)
     # with more threads than elements several hold one, and none waits until all have read it
     alone = all(rows * block >= 32 * warps for _, block in cover(width))
+    if picked:  # an element is read by all of them, and at a reduction they wait for one another
+        others = frozenset(n for n in nodes if domain.reduced.get(n) and n not in picked)
+        level = levels(nodes, others)
+        alone = alone and all(level[node] for node in group.outputs)
     return Module((launch,), in_place=aligned(group) if alone else frozenset())
+
+
+def picks(group: Group, nodes: list[fx.Node]) -> list[Reduction]:
+    """Gathers of an element a row whose column is known before anything is reduced."""
+    domain = group.domain
+    found = [reductions.parse(node, domain) for node in nodes if domain.reduced.get(node)]
+    known = levels(nodes, frozenset(red.node for red in found))
+    index = {red.node: red.node.args[2] for red in found if red.op == "pick"}
+    return [red for red in found if red.op == "pick" and not known.get(index[red.node], 0)]
+
+
+def picked_inputs(group: Group, red: Reduction) -> list[fx.Node]:
+    """What is read at a gather's column."""
+    domain, cols = group.domain, frozenset(group.domain.cols)
+    read = read_by(group, [red.source])
+    return [n for n in group.inputs if n in read and own_axes(domain, n) & cols]
 
 
 def phased(group: Group, target: Target, choice: Choice, phase: phases.Phases) -> Module:
