@@ -333,6 +333,19 @@ def online_softmax(top, total, x, COARSE: tl.constexpr, keep_dims: tl.constexpr 
 
 
 @triton.jit
+def online_softmax_groups(top, total, x, COARSE: tl.constexpr, GROUP: tl.constexpr):
+    """The same with a maximum for each GROUP of neighbours: a thread has those, and waits for none.
+
+    top, total: one of each a group.
+    """
+    groups = tl.reshape(x, (x.shape[0] // GROUP, GROUP))
+    peak = maximum(top, reduce_max(groups, 1, False))
+    shift = tl.where(peak == float("-inf"), 0.0, peak)
+    sums = reduce_sum(_exp(groups - shift[:, None], COARSE), 1, False)
+    return peak, total * _exp(top - shift, COARSE) + sums
+
+
+@triton.jit
 def finish_softmax(top, total, keep_dims: tl.constexpr = False):
     """The row's sum from its lanes'; NaN for a row of -inf, as exp(-inf - -inf) is."""
     return nan_if_empty(top, reduce_sum(total, 0, keep_dims))
