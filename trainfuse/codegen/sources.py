@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from trainfuse.codegen.builder import Builder
 
 
+RUN = 8
+"""Neighbours whose words `lib.keep_run` draws at a time."""
 # What each creation fills with: a number, or the argument that says it; None for ranges.
 CREATIONS: dict[str, int | str | None] = {
     "zeros": 0,
@@ -130,7 +132,8 @@ def consecutive(builder: Builder, strides: dict[int, int], index: int) -> str:
     """First word and number of words of a block of neighbours; "" where nothing says it is one."""
     axis = builder.tile[builder.segmented]
     segment = builder.segment(axis.name, index)
-    if builder.rank > 1 or segment.vectors is None or not segment.vectors.first:
+    vectors = segment.vectors
+    if builder.rank > 1 or vectors is None or not vectors.first or segment.width % RUN:
         return ""
     if run_terms(axis.axes, "i", strides, builder.extents, {}) != ["i"]:
         return ""
@@ -142,7 +145,7 @@ def consecutive(builder: Builder, strides: dict[int, int], index: int) -> str:
             other.axes, builder.segment(other.name, 0).index, strides, builder.extents, {}
         )
     ]
-    return " + ".join([*rest, segment.vectors.first]) + f", {segment.width}"
+    return " + ".join([*rest, vectors.first]) + f", {segment.width}"
 
 
 def _constant(node: fx.Node, name: str) -> Any:
