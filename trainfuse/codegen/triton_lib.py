@@ -388,11 +388,11 @@ def load_row(pointers, place, stop, count: tl.constexpr):
 
 
 @triton.jit
-def store_row(pointers, x, place, start, stop, count: tl.constexpr, ENDS: tl.constexpr):
-    """Write a block of a row: vectors that lie in it whole; ENDS: elements of the others, too."""
+def store_row(pointers, x, place, start, stop, count: tl.constexpr, ends):
+    """Write a block of a row: vectors that lie in it whole; ends: elements of the others, too."""
     first, end = (start + count - 1) // count * count, stop // count * count
     tl.store(pointers, x, mask=(place >= first) & (place < end))
-    if ENDS:
+    if ends:
         vector = place & -count  # equal for the lanes of a vector: compared once for all of them
         partial = (vector < start) | (vector + count > stop)
         tl.store(pointers, x, mask=partial & (place >= start) & (place < stop))

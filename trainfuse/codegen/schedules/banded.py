@@ -90,7 +90,7 @@ def build(group: Group, target: Target, choice: Choice, parts: Division) -> Modu
     quad = f"tl.program_id(1) * {block // 4}" if block % 4 == 0 else None
     segment = Segment("col", col_mask, block, quad)
     if vector > 1:
-        segment = vectors.segment(segment, vector, ends=True)
+        segment = vectors.segment(segment, vector, first=f"tl.program_id(1) * {block}")
     place = None if rows == 1 else 0
     row = TileAxis("row", parts.rows, total, (Segment("row", row_mask, rows),), place, True)
     col = TileAxis("col", parts.cols, width, (segment,), 0 if rows == 1 else 1, True)

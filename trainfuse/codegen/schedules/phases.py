@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from trainfuse.codegen.builder import Group, masks
+from trainfuse.codegen.schedules import vectors
 from trainfuse.codegen.schedules.common import long, own_axes
 from trainfuse.codegen.tile import (
     VECTOR_BYTES,
@@ -92,13 +93,14 @@ class Phases:
 
         lanes: text of its places. Also (name, expression) of its index and masks.
         """
-        vectors = Vectors(
+        ends = vectors.has_ends(f"tl.program_id(1) * {width}", width, self.count)
+        moved = Vectors(
             element="row * COLS + col",
             offset=f"row * COLS // {self.count} * {self.count} + place",
             index="place",
             before=self.count - 1,
             load="place, row_stop",
-            store=f"place, lead, row_stop, {self.count}, True",
+            store=f"place, lead, row_stop, {self.count}, {ends}",
         )
         definitions = [
             ("lead", self.lead),
@@ -107,7 +109,7 @@ class Phases:
             ("col", "place - lead"),
             ("col_mask", "(col >= 0) & (col < COLS)"),
         ]
-        return Segment("col", "col_mask", width, vectors=vectors), definitions
+        return Segment("col", "col_mask", width, vectors=moved), definitions
 
     def definitions(self, group: Group, segments: Sequence[Segment]) -> list[tuple[str, str]]:
         """(name, expression) of the index tensors and masks of a row's segments."""

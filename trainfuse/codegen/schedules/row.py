@@ -329,7 +329,7 @@ def chunked(group: Group, target: Target, options: CodegenOptions, choice: Choic
     if rows == 1:
         vector = vectors.elements(group, domain.rows, domain.cols)
     if vector > 1:
-        segment = vectors.segment(segment, vector, ends=False)
+        segment = vectors.segment(segment, vector)
     row, col, rank = tile_axes(group, rows, (segment,))
     builder = Builder(group, [row, col], "col")
     constants(builder, [("ROWS", total), ("COLS", width)])
