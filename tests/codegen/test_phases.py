@@ -110,6 +110,22 @@ def test_sums_over_rows(width: int, dtype: torch.dtype) -> None:
     assert kernel.whole_vectors == moved
 
 
+def scaled(x: Tensor, w: Tensor, b: Tensor, r: Tensor) -> Tensor:
+    return (x * w + b + r).relu()
+
+
+@pytest.mark.parametrize("dtype", COUNTS)
+@pytest.mark.parametrize("width", WIDTHS[:2])
+@pytest.mark.parametrize("target", ["interpreter", "gpu"])
+def test_bands(width: int, dtype: torch.dtype, target: str) -> None:
+    rows = 512 if target == "gpu" else 128
+    x, w, b = (torch.randn(*shape).to(dtype) for shape in ((rows, width), (width,), (width,)))
+    args = [x, w, b, torch.randn(rows, 1).to(dtype)]
+    kernel = check(scaled, args, target=GPU if target == "gpu" else SIMULATED)
+    moved = width % COUNTS[dtype] != 0
+    assert ("lib.store_row(" in kernel.source) == kernel.whole_vectors == moved
+
+
 def test_sums_over_rows_that_no_steps_divide() -> None:
     args = [torch.randn(1153, 1025), torch.randn(1025)]
     choice = Choice(rows=16, block=256, per_sm=16)

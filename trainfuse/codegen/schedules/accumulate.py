@@ -125,11 +125,8 @@ def row_loop(
         reductions.accumulate(builder, acc, seen)
     body = builder.pop()
     first = "tl.program_id(0)" if plan.block == 1 else f"tl.program_id(0) * {plan.block}"
-    if plan.phases is not None and plan.block > 1:
-        period = plan.phases.period
-        first = (
-            f"tl.program_id(0) // {period} * {period * plan.block} + tl.program_id(0) % {period}"
-        )
+    if plan.phases is not None:
+        first = plan.phases.first(plan.block)
     if plan.programs == 1:
         first = "0"  # known when it is compiled, and with it how many steps there are
     loop = Loop("start", first, "ROWS", str(step), body)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from trainfuse.codegen.builder import Group, masks
+from trainfuse.codegen.builder import Group
 from trainfuse.codegen.choices import Choice, products
 from trainfuse.codegen.ir import Module
 from trainfuse.codegen.schedules import accumulate, phases
@@ -61,7 +61,7 @@ def build(group: Group, target: Target, options: CodegenOptions, choice: Choice)
     prologue = [("col", lanes)]
     if col_mask:
         prologue.append(("col_mask", "col < COLS"))
-    phase = in_vectors(group, slabs, rows, block)
+    phase = phases.of_tiles(group, rows, block) if slabs > 1 else None
     if phase is not None:
         segment, prologue = phase.block(block, lanes)
         slabs = max(slabs // phase.period, 1) * phase.period
@@ -79,17 +79,6 @@ def build(group: Group, target: Target, options: CodegenOptions, choice: Choice)
     over = written_over(group, rows * block, warps)
     over = frozenset(p for p in over if group.inputs[p[1]] not in again)
     return replace(module, in_place=over, whole_vectors=phase is not None)
-
-
-def in_vectors(group: Group, slabs: int, rows: int, block: int) -> phases.Phases | None:
-    """How rows that begin anywhere are moved in vectors; None where they aren't.
-
-    A step's rows begin alike, and none of them lies past the last.
-    """
-    found = phases.find(group)
-    if found is None or slabs == 1 or block % found.count or masks(group):
-        return None
-    return None if group.domain.extent(group.domain.rows) % (rows * found.period) else found
 
 
 def num_warps(elements: int) -> int:

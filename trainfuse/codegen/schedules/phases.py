@@ -111,6 +111,13 @@ class Phases:
         ]
         return Segment("col", "col_mask", width, vectors=moved), definitions
 
+    def first(self, rows: int) -> str:
+        """A program's first row, of steps of so many rows that begin alike: text."""
+        if rows == 1:
+            return "tl.program_id(0)"
+        number, period = "tl.program_id(0)", self.period
+        return f"{number} // {period} * {period * rows} + {number} % {period}"
+
     def definitions(self, group: Group, segments: Sequence[Segment]) -> list[tuple[str, str]]:
         """(name, expression) of the index tensors and masks of a row's segments."""
         count = self.count
@@ -135,19 +142,22 @@ class Phases:
         return found
 
 
-def find(group: Group) -> Phases | None:
+def find(
+    group: Group, rows: Sequence[int] | None = None, cols: Sequence[int] | None = None
+) -> Phases | None:
     """How a group's rows begin; None where vectors divide them, or nothing can be moved so.
 
-    All whole operands lie row by row without gaps.
+    All whole operands lie row by row without gaps. rows, cols: axes, if not the domain's own.
     """
     domain = group.domain
-    width = domain.extent(domain.cols)
+    rows, cols = rows or domain.rows, cols or domain.cols
+    width = domain.extent(cols)
     nodes = [n for n in (*group.inputs, *group.outputs) if n in domain.axes]
     whole = [node for node in nodes if len(own_axes(domain, node)) == len(domain.sizes)]
     if not whole or domain.indirect or width < LONG:
         return None
     dense = 1
-    for axis in reversed((*domain.rows, *domain.cols)):
+    for axis in reversed((*rows, *cols)):
         if domain.sizes[axis] > 1 and any(value_strides(domain, n)[axis] != dense for n in whole):
             return None
         dense *= domain.sizes[axis]
@@ -155,6 +165,24 @@ def find(group: Group) -> Phases | None:
     count = VECTOR_BYTES // min(node.meta["val"].dtype.itemsize for node in whole)
     period = count // math.gcd(width, count)
     return Phases(width, count, period) if period > 1 else None
+
+
+def of_tiles(
+    group: Group,
+    rows: int,
+    block: int,
+    *,
+    axes: tuple[Sequence[int], Sequence[int]] | None = None,
+) -> Phases | None:
+    """The same where programs walk tiles of so many rows and columns.
+
+    A step's rows begin alike, and none of them lies past the last. axes: rows and columns.
+    """
+    row_axes, col_axes = axes or (group.domain.rows, group.domain.cols)
+    found = find(group, row_axes, col_axes)
+    if found is None or block % found.count or masks(group):
+        return None
+    return None if group.domain.extent(row_axes) % (rows * found.period) else found
 
 
 def columns(group: Group) -> int:
