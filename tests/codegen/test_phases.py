@@ -60,7 +60,8 @@ def arguments(name: str, rows: int, width: int, dtype: torch.dtype) -> list[Tens
             ]
         case "dropped":
             return [torch.tensor([12345]), x, w]
-    return [x]
+        case _:
+            return [x]
 
 
 FUNCTIONS: dict[str, Callable[..., Any]] = {
@@ -94,9 +95,13 @@ def test_rows_loaded_ahead(name: str) -> None:
     assert "place_0" in kernel.source
 
 
-def slope_sums(x: Tensor, w: Tensor) -> Any:
-    y = x.float() * w
-    return y.to(x.dtype), y.sum(0), x.float().sum(0)
+def sums(x: Tensor, w: Tensor) -> Any:
+    return x.float().sum(0) + w
+
+
+def slopes(x: Tensor, w: Tensor) -> Any:
+    y = x.float().sigmoid() * w
+    return y.to(x.dtype), y.sum(0)
 
 
 @pytest.mark.parametrize("dtype", COUNTS)
@@ -104,7 +109,7 @@ def slope_sums(x: Tensor, w: Tensor) -> Any:
 def test_sums_over_rows(width: int, dtype: torch.dtype) -> None:
     args = [torch.randn(1152, width).to(dtype), torch.randn(width)]
     choice = Choice(rows=16, block=256, per_sm=16)
-    kernel = check(slope_sums, args, target=GPU, choice=choice, walk=True)
+    kernel = check(sums, args, target=GPU, choice=choice, walk=True)
     moved = width % COUNTS[dtype] != 0
     assert ("lib.load_row(" in kernel.source) == moved
     assert kernel.whole_vectors == moved
@@ -126,10 +131,12 @@ def test_bands(width: int, dtype: torch.dtype, target: str) -> None:
     assert ("lib.store_row(" in kernel.source) == kernel.whole_vectors == moved
 
 
-def test_sums_over_rows_that_no_steps_divide() -> None:
-    args = [torch.randn(1153, 1025), torch.randn(1025)]
+@pytest.mark.parametrize("why", ["no steps divide the rows", "arithmetic"])
+def test_sums_over_rows_as_they_lie(why: str) -> None:
+    args = [torch.randn(1152 if why == "arithmetic" else 1153, 1025), torch.randn(1025)]
     choice = Choice(rows=16, block=256, per_sm=16)
-    kernel = check(slope_sums, args, target=GPU, choice=choice, walk=True)
+    fn = slopes if why == "arithmetic" else sums
+    kernel = check(fn, args, target=GPU, choice=choice, walk=True)
     assert "place" not in kernel.source
 
 

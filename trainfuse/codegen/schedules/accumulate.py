@@ -35,7 +35,7 @@ from trainfuse.codegen.tile import Segment, TileAxis, divide_up, power_of_two
 
 MAX_PROGRAMS = 1024  # partial results that one tail tile holds
 TAIL_TILE = 8192
-TAIL_COLUMNS = 16  # of a tail's tile at least: two sectors of fp32
+TAIL_COLUMNS = 8  # of a tail's tile at least: a sector of fp32
 
 
 @dataclass(frozen=True, slots=True)

@@ -61,7 +61,7 @@ def build(group: Group, target: Target, options: CodegenOptions, choice: Choice)
     prologue = [("col", lanes)]
     if col_mask:
         prologue.append(("col_mask", "col < COLS"))
-    phase = phases.of_tiles(group, rows, block) if slabs > 1 else None
+    phase = phases.of_tiles(group, rows, block) if slabs > 1 and light(group) else None
     if phase is not None:
         segment, prologue = phase.block(block, lanes)
         slabs = max(slabs // phase.period, 1) * phase.period
@@ -79,6 +79,12 @@ def build(group: Group, target: Target, options: CodegenOptions, choice: Choice)
     over = written_over(group, rows * block, warps)
     over = frozenset(p for p in over if group.inputs[p[1]] not in again)
     return replace(module, in_place=over, whole_vectors=phase is not None)
+
+
+def light(group: Group) -> bool:
+    """Whether memory bounds a group, not arithmetic: it computes little of what it sums."""
+    live = live_tiles(group) + len(group.domain.reduced)
+    return 2 * ROWS * COLUMNS * live / (32 * WARPS) <= LIGHT_REGISTERS
 
 
 def num_warps(elements: int) -> int:
@@ -110,8 +116,8 @@ def tile_shape(group: Group, target: Target, choice: Choice) -> tuple[int, int]:
         rows = min(TALL, power_of_two(total))
     live = live_tiles(group) + len(domain.reduced)
     odd = not dense_rows and width % max(1, VECTOR_BYTES // widest(group)) != 0
-    if odd and not few and 2 * rows * block * live / (32 * WARPS) <= LIGHT_REGISTERS:
-        rows *= 2  # read element by element, and not unrolled: as much again on its way at once
+    if odd and not few and light(group):
+        rows *= 2  # not unrolled: as much again on its way at once
     while rows > 8 and rows * block * live / (32 * WARPS) > TILE_REGISTERS:
         rows //= 2
     return rows, block

@@ -50,6 +50,11 @@ LARGE_REGISTERS = 256  # by live tiles; a thread takes a third of that
 MIN_RUN = 16  # elements that lie together at each place; fewer don't pay for a tile's masked lanes
 
 
+# Operands along the columns alone that are loaded one by one in a flat walk: fewer cost less than
+# bands do.
+COLUMN_OPERANDS = 2
+
+
 # With rows: sides of a tile. Without: elements of a flat or banded program.
 LIKELY = (
     Choice(warps=4, block=512),
@@ -155,16 +160,16 @@ def odd_rows(group: Group, target: Target, order: Sequence[int]) -> banded.Divis
 
 
 def odd_columns(group: Group, order: Sequence[int]) -> banded.Division | None:
-    """Bands of rows that begin anywhere, where something varies along the columns alone.
+    """Bands of rows that begin anywhere, where several operands vary along the columns alone.
 
-    Walked flat, its elements are loaded one by one for each vector; in a program whose rows begin
+    Walked flat, their elements are loaded one by one for each vector; in a program whose rows begin
     alike, once.
     """
     domain = group.domain
     owns = [own_axes(domain, n) for n in group.inputs if n in domain.axes]
     for cut in range(len(order) - 1, 0, -1):
         rows, cols = tuple(order[:cut]), tuple(order[cut:])
-        if any(own and own <= frozenset(cols) for own in owns):
+        if sum(bool(own) and own <= frozenset(cols) for own in owns) >= COLUMN_OPERANDS:
             found = phases.find(group, rows, cols)
             return None if found is None else banded.Division(rows, cols, True)
     return None

@@ -73,6 +73,8 @@ SHARED_REGISTERS = 128
 STRIP, NARROW_STRIP = 32, 16
 # Warps that run at once on a multiprocessor, of kernels that take 64 registers a thread.
 RESIDENT_WARPS = 32
+# Times the lanes that a chunk may have of one half as long; elements of a thread's load of halves.
+WASTED, VECTOR = 1.05, 8
 
 
 LIKELY = (
@@ -248,7 +250,8 @@ def phased(group: Group, target: Target, choice: Choice, phase: phases.Phases) -
     total = domain.extent(domain.rows)
     fixed = phases.columns(group)
     live = live_tiles(group) + phases.registers(group)
-    live += len(group.inputs) / 2 if choice.ahead and fixed else 0  # as they lie in memory
+    ahead = bool(fixed) and choice.ahead is not False
+    live += len(group.inputs) / 2 if ahead else 0  # as they lie in memory
     warps = choice.warps or row_column.num_warps(phase.width, live)
     segments = phase.segments(warps)
     held = sum(segment.width for segment in segments)
@@ -267,7 +270,7 @@ def phased(group: Group, target: Target, choice: Choice, phase: phases.Phases) -
         "row_kernel",
         doc,
         warps,
-        ahead=bool(choice.ahead) and programs < total,
+        ahead=ahead and programs < total,
         max_registers=row_column.shared_registers(target, warps, per_sm, taken),
         phases=phase,
     )
@@ -295,6 +298,8 @@ def chunk_and_warps(
     live = live_tiles(group)
     rows = strip_rows(group)
     block = min(options.chunk, power_of_two(width * rows))
+    if lanes_of(width * rows, block) > WASTED * lanes_of(width * rows, block // 2):
+        block //= 2
     while block > 1024 and block * live / (32 * CHUNK_WARPS) > TILE_REGISTERS / 2:
         block //= 2
     warps = choice.warps or max(4, min(CHUNK_WARPS, (choice.block or block) // 512))
@@ -309,10 +314,19 @@ def chunk_and_warps(
     while warps < 2 * MAX_WARPS and row_bytes * target.num_sms * RESIDENT_WARPS // warps > (
         target.l2_bytes // 2
     ):
-        warps *= 2
-        if block < min(options.chunk, power_of_two(width * rows)):
-            block *= 2
+        wide = min(options.chunk, power_of_two(width * rows))
+        wider = block < wide and lanes_of(width * rows, 2 * block) <= WASTED * lanes_of(
+            width * rows, block
+        )
+        if not wider and block < VECTOR * 32 * 2 * warps:
+            break
+        warps, block = 2 * warps, 2 * block if wider else block
     return block, warps
+
+
+def lanes_of(size: int, block: int) -> int:
+    """Lanes of the blocks that cover so many elements."""
+    return divide_up(size, block) * block
 
 
 def chunked(group: Group, target: Target, options: CodegenOptions, choice: Choice) -> Module:

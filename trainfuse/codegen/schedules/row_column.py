@@ -41,16 +41,17 @@ KEPT_SHARE = 8  # of those, what a row that is held needs no longer for the next
 # Registers of a kernel, by the tiles that are alive: most are freed as soon as they are used.
 BASE_REGISTERS, TILE_SHARE = 20, 0.7
 LANES_APART = 1.6  # times as many where each element of a row has an address of its own
+SLACK = 0.2  # of a program that fits with a few registers less, of rows that begin anywhere
 DOUBTED = 16  # what the fit may be short of: closer to the limit than that rows spilled
 
 
 LIKELY = (
+    Choice(warps=8, rows=1, per_sm=1, ahead=True),
     Choice(warps=4, rows=1, per_sm=2),
     Choice(warps=8, rows=1, per_sm=2),
     Choice(warps=4, rows=1, per_sm=2, ahead=True),
     Choice(warps=4, rows=2, per_sm=3, ahead=True),
     Choice(warps=16, rows=2, per_sm=1, ahead=True),
-    Choice(warps=8, rows=1, per_sm=1, ahead=True),
     Choice(held=False),
     Choice(warps=8, per_sm=2, held=False),
 )
@@ -86,11 +87,14 @@ def build(group: Group, target: Target, options: CodegenOptions, choice: Choice)
     rows = max(least, min(floor_power(max(1, budget // held)), power_of_two(total)))
     rows = choice.rows * least if choice.rows else rows
     rows = rows if phase is None else 1
-    alive = live + (len(group.inputs) / 2 if choice.ahead else 0)  # as they lie in memory
+    early = bool(choice.ahead) or (phase is not None and choice.ahead is None)
+    alive = live + (len(group.inputs) / 2 if early else 0)  # as they lie in memory
     if choice.rows and registers(rows * held, alive, warps) > register_limit(target, warps):
         raise Unsupported(group.nodes[-1], "its rows are too long for so few threads to hold")
     share = 1.0 if phase is not None or neighbours(group) is None else LANES_APART
     resident = int(FILE / (32 * warps * share * registers(least * held, live, warps)))
+    if phase is not None:
+        resident = int(FILE / (32 * warps * registers(held, alive, warps)) + SLACK)
     per_sm = choice.per_sm or max(1, min(resident, MOST_PER_SM))
     programs = min(per_sm * target.num_sms, divide_up(total, rows), accumulate.MAX_PROGRAMS)
     programs = programs if phase is None else phase.programs(programs, total)
@@ -105,7 +109,7 @@ def build(group: Group, target: Target, options: CodegenOptions, choice: Choice)
     if phase is not None:
         prologue = phase.definitions(group, segments)
     doc = f"Rows and their columns: {describe(group, needed(group))}."
-    ahead = bool(choice.ahead) and programs * rows < total
+    ahead = early and programs * rows < total
     plan = accumulate.Plan(
         programs,
         rows,
