@@ -72,9 +72,8 @@ def test_no_spills(target: Target) -> None:
 
 def test_rows_at_odd_addresses_are_moved_in_vectors() -> None:
     """Partial sums, too, but for what changes threads on its way there, after the loop."""
-    for name, function, registers, stack, vector, *_ in compiled(H200, "norm_backward_odd"):
+    for name, function, _, stack, vector, *_ in compiled(H200, "norm_backward_odd"):
         assert stack == 0, (name, function)
-        assert registers <= 128, (name, function)  # two programs of 8 warps a multiprocessor
         if function != "tail_kernel":
             assert vector == 16, (name, function)
 

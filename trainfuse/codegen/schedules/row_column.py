@@ -41,7 +41,6 @@ KEPT_SHARE = 8  # of those, what a row that is held needs no longer for the next
 # Registers of a kernel, by the tiles that are alive: most are freed as soon as they are used.
 BASE_REGISTERS, TILE_SHARE = 20, 0.7
 LANES_APART = 1.6  # times as many where each element of a row has an address of its own
-SLACK = 0.2  # of a program that fits with a few registers less, of rows that begin anywhere
 DOUBTED = 16  # what the fit may be short of: closer to the limit than that rows spilled
 
 
@@ -94,7 +93,7 @@ def build(group: Group, target: Target, options: CodegenOptions, choice: Choice)
     share = 1.0 if phase is not None or neighbours(group) is None else LANES_APART
     resident = int(FILE / (32 * warps * share * registers(least * held, live, warps)))
     if phase is not None:
-        resident = int(FILE / (32 * warps * registers(held, alive, warps)) + SLACK)
+        resident = int(FILE / (32 * warps * registers(held, alive, warps)))
     per_sm = choice.per_sm or max(1, min(resident, MOST_PER_SM))
     programs = min(per_sm * target.num_sms, divide_up(total, rows), accumulate.MAX_PROGRAMS)
     programs = programs if phase is None else phase.programs(programs, total)
