@@ -146,7 +146,7 @@ def test_both_forms_of_the_online_softmax() -> None:
     for dtype, coarse in ((BF16, True), (FP32, False)):
         case = trace(_long_softmax, [torch.randn(2, 40000).to(dtype)], table=DECOMPOSED)
         source = lowered(case).source
-        assert re.search(rf"online_softmax\(.*, {coarse}\)", source)
+        assert re.search(rf"online_softmax_groups\(.*, {coarse}, 8\)", source)
 
 
 def _long_softmax(x: Tensor) -> Tensor:

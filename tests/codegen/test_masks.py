@@ -60,11 +60,11 @@ DRAWN: dict[str, tuple[str, Body, tuple[int, ...]]] = {
     "softmax of 96": ("keep_", lambda m, x: F.softmax(m * x, -1), (6, 3, 96)),
     "softmax of 23": ("keep_rows", lambda m, x: F.softmax(m * x, -1), (60, 23)),
     "softmax of 768": ("keep_", lambda m, x: F.softmax(m * x, -1), (5, 768)),
-    "softmax of 1027": ("keep_", lambda m, x: F.softmax(m * x, -1), (5, 1027)),
+    "softmax of 1027": ("keep_run", lambda m, x: F.softmax(m * x, -1), (5, 1027)),
     "softmax of 20000": ("keep_vector", lambda m, x: F.softmax(m * x, -1), (2, 20000)),
     "softmax of 20001": ("keep_vector", lambda m, x: F.softmax(m * x, -1), (2, 20001)),
     "rows and columns": ("keep_", norm_gradient, (9, 37)),
-    "long rows and columns": ("keep_", norm_gradient, (9, 1027)),
+    "long rows and columns": ("keep_run", norm_gradient, (9, 1027)),
     "columns": ("keep_rows", lambda m, x: (m * x).sum(0), (60, 24)),
     "odd columns": ("keep_rows", lambda m, x: (m * x).sum(0), (60, 27)),
     "everything": ("keep_vector", lambda m, x: (m * x).sum(), (60, 24)),
@@ -86,7 +86,8 @@ def test_masks_are_the_operators_bits(name: str, target: str) -> None:
     function, body, shape = DRAWN[name]
     kernel = check(masked(body), [SEED, randn(shape)], table=NORMS, target=TARGETS[target])
     assert f"lib.{function}" in kernel.source
-    assert ("lib.keep(" in kernel.source) == (function == "keep(")
+    # the few elements at the ends of rows that begin anywhere are drawn one by one
+    assert ("lib.keep(" in kernel.source) == (function in ("keep(", "keep_run"))
 
 
 CHOICES = {

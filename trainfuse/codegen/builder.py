@@ -243,7 +243,10 @@ class Builder:
             tests = [("" if holds else "~") + self.text(test, index) for test, holds in where]
             offset, row = self.offset(strides, index), ""
             mask = " & ".join(filter(None, [self.mask(deps, index), *tests]))
-            if not tests and (vectors := self.vectors(offset, index)):
+            vectors = self.vectors(offset, index)
+            if vectors and not vectors.load:
+                offset = vectors.offset
+            elif vectors and not tests:
                 # its own vectors: of others, more than these might lie past its last element
                 offset, mask = vectors.offset, ""
                 row = f"{vectors.load}, {VECTOR_BYTES // dtype.itemsize}"
@@ -372,7 +375,10 @@ class Builder:
                 for name, text in conditions
             ]
             mask, row = " & ".join(filter(None, [self.mask(deps, index), *tests])), ""
-            if not tests and (vectors := self.vectors(offset, index)):
+            vectors = self.vectors(offset, index)
+            if vectors and not vectors.store:
+                offset = vectors.offset
+            elif vectors and not tests:
                 offset, mask, row = vectors.offset, "", vectors.store
             text = self.text(value, index)
             text = cast(text, value.dtype, compute_dtype(node.meta["val"].dtype))

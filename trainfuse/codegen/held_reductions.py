@@ -128,9 +128,11 @@ def whole_row(builder: Builder, red: Reduction, axis: str, parts: Sequence[str])
     """
     position = builder.tile[axis].position
     assert position is not None
-    if _one_width(builder, axis, parts):
-        return lanes(builder, red, join_parts(red, parts), position)
-    return join_parts(red, [lanes(builder, red, part, position) for part in parts])
+    alike: dict[int, list[str]] = {}
+    for index, part in enumerate(parts):
+        alike.setdefault(builder.segment(axis, index).width, []).append(part)
+    joined = [join_parts(red, same) for same in alike.values()]
+    return join_parts(red, [lanes(builder, red, text, position) for text in joined])
 
 
 def checked_pick(builder: Builder, red: Reduction, axis: str, text: str) -> str:

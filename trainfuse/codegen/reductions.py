@@ -186,27 +186,54 @@ def put_moments(builder: Builder, red: Reduction, mean: str, m2: str, deps: froz
     )
 
 
-def pick(builder: Builder, red: Reduction, axis: str) -> None:
-    """A gather from a row that is not held: its value computed anew at the one column."""
+Values = dict[fx.Node, Value | tuple[Value, ...]]
+
+
+def pick(builder: Builder, red: Reduction, axis: str, ready: Values | None = None) -> None:
+    """A gather of one element a row: its value computed anew at the one column.
+
+    ready: what `read_picked` loaded there, if it was called before.
+    """
     base = builder.name_of(red.node)
-    at = f"{base}_at"
+    if ready is None:
+        ready = read_picked(builder, red, axis, ())
     picked = builder.value(red.node.args[2])  # type: ignore[arg-type]  # gather's index
-    builder.note(at, picked.names[0], "the picked column")
-    builder.note(f"{at}_mask", f"({at} >= 0) & ({at} < COLS)")
-    whole, suffix = builder.tile[axis], builder.suffix
-    place = Segment(at, f"{at}_mask", 1)
-    builder.tile[axis] = TileAxis(axis, whole.axes, whole.size, (place,), None, whole.shared)
-    builder.suffix = f"_{base}"
-    builder.push(axis)
-    value = builder.value(red.source)
-    body = builder.pop()
-    builder.body.extend(body)
-    builder.tile[axis], builder.suffix = whole, suffix
+    (value,), _ = _at_column(builder, red, axis, [red.source], ready)
     text = cast(value.names[0], value.dtype, red.dtype)
-    text = f'tl.where({at}_mask, {text}, float("nan"))'  # as checked_pick
+    text = f'tl.where({base}_at_mask, {text}, float("nan"))'  # as checked_pick
     builder.body.append(Reduce(base, text, op_name(red.node.target)))
     deps = (value.deps | picked.deps) - {axis}
     builder.put(red.node, Value((base,), deps, len(builder.scopes) - 1, red.dtype))
+
+
+def read_picked(builder: Builder, red: Reduction, axis: str, inputs: Sequence[fx.Node]) -> Values:
+    """Inputs at a gather's column, loaded long before its value can be computed."""
+    at = f"{builder.name_of(red.node)}_at"
+    picked = builder.value(red.node.args[2])  # type: ignore[arg-type]  # gather's index
+    builder.note(at, picked.names[0], "the picked column")
+    builder.note(f"{at}_mask", f"({at} >= 0) & ({at} < COLS)")
+    return _at_column(builder, red, axis, inputs, {})[1]
+
+
+def _at_column(
+    builder: Builder, red: Reduction, axis: str, nodes: Sequence[fx.Node], ready: Values
+) -> tuple[list[Value], Values]:
+    """Values of nodes at a gather's column, and all that was made there for them."""
+    base, whole, suffix = builder.name_of(red.node), builder.tile[axis], builder.suffix
+    place = Segment(f"{base}_at", f"{base}_at_mask", 1)
+    builder.tile[axis] = TileAxis(axis, whole.axes, whole.size, (place,), None, whole.shared)
+    builder.suffix = f"_{base}"
+    held = builder.forget(axis)  # of the whole row
+    builder.push(axis)
+    builder.scopes[-1].values.update(ready)
+    found = [builder.value(node) for node in nodes]
+    made = builder.scopes[-1].values
+    body = builder.pop()
+    builder.body.extend(body)
+    made |= builder.forget(axis)  # where the row's indices are of this scope, so are its values
+    builder.scopes[-1].values.update(held)
+    builder.tile[axis], builder.suffix = whole, suffix
+    return found, made
 
 
 # Accumulation over a loop: one accumulator a lane, lanes combined once, after the loop.

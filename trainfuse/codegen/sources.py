@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from trainfuse.codegen.builder import Builder
 
 
+RUN = 8
+"""Neighbours whose words `lib.keep_run` draws at a time."""
 # What each creation fills with: a number, or the argument that says it; None for ranges.
 CREATIONS: dict[str, int | str | None] = {
     "zeros": 0,
@@ -76,10 +78,11 @@ def random(builder: Builder, node: fx.Node) -> Value:
     names, depth = builder.define(node, deps, (seed,))
     for index, name in enumerate(names):
         fours = quads(builder, strides, deps, index)
-        function = "lib.keep"
+        function, text = "lib.keep", fours or builder.offset(strides, index)
         if fours:
             function = "lib.keep_vector" if builder.rank == 1 else "lib.keep_rows"
-        text = fours or builder.offset(strides, index)
+        elif run := consecutive(builder, strides, index):
+            function, text = "lib.keep_run", run
         if not deps:
             text = "tl.full([], 0, tl.int32)"
         builder.scopes[depth].body.append(
@@ -123,6 +126,26 @@ def quads(builder: Builder, strides: dict[int, int], deps: frozenset[str], index
     if segment.quad != "0":
         rest.append(segment.quad)
     return " + ".join([*rest, lanes])
+
+
+def consecutive(builder: Builder, strides: dict[int, int], index: int) -> str:
+    """First word and number of words of a block of neighbours; "" where nothing says it is one."""
+    axis = builder.tile[builder.segmented]
+    segment = builder.segment(axis.name, index)
+    vectors = segment.vectors
+    if builder.rank > 1 or vectors is None or not vectors.first or segment.width % RUN:
+        return ""
+    if run_terms(axis.axes, "i", strides, builder.extents, {}) != ["i"]:
+        return ""
+    rest = [
+        term
+        for other in builder.tile.values()
+        if other is not axis
+        for term in run_terms(
+            other.axes, builder.segment(other.name, 0).index, strides, builder.extents, {}
+        )
+    ]
+    return " + ".join([*rest, vectors.first]) + f", {segment.width}"
 
 
 def _constant(node: fx.Node, name: str) -> Any:

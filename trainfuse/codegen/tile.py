@@ -25,16 +25,19 @@ class Vectors:
     element: text of the offset of values that are moved so. offset: the same, as a sum that Triton
     can tell is aligned. index: name of its index tensor, from an aligned element at most `before`
     elements before the row. stop: name of the row's end by that index. load, store: arguments of
-    lib.load_row, but for the elements of an operand's vector, and of lib.store_row.
+    lib.load_row, but for the elements of an operand's vector, and of lib.store_row; "" where the
+    block's mask takes vectors whole. first: text of the block's first column, which need be no
+    multiple of 4.
     """
 
     element: str
     offset: str
     index: str
     before: int
-    stop: str
-    load: str
-    store: str
+    stop: str = ""
+    load: str = ""
+    store: str = ""
+    first: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -197,6 +197,38 @@ def keep_rows(seed, offset, quad, dropped: tl.constexpr):
 
 
 @triton.jit
+def keep_run(seed, offset, first, count: tl.constexpr, dropped: tl.constexpr):
+    """The same for consecutive positions from `first`, anywhere in a block of four words.
+
+    Eight positions lie in three blocks at most, so a thread that holds them draws all their words.
+    count: a power of two, at least 8.
+    """
+    quad = (first + tl.arange(0, count // 8) * 8) // 4
+    a0, a1, a2, a3 = _philox(seed, offset, quad)
+    b0, b1, b2, b3 = _philox(seed, offset, quad + 1)
+    c0, c1, c2, _ = _philox(seed, offset, quad + 2)
+    two, one = first % 4 >= 2, first % 2 == 1
+    a0, a1, a2 = tl.where(two, a2, a0), tl.where(two, a3, a1), tl.where(two, b0, a2)
+    a3, b0, b1 = tl.where(two, b1, a3), tl.where(two, b2, b0), tl.where(two, b3, b1)
+    b2, b3, c0 = tl.where(two, c0, b2), tl.where(two, c1, b3), tl.where(two, c2, c0)
+    a0, a1, a2, a3 = (
+        tl.where(one, a1, a0),
+        tl.where(one, a2, a1),
+        tl.where(one, a3, a2),
+        tl.where(one, b0, a3),
+    )
+    b0, b1, b2, b3 = (
+        tl.where(one, b1, b0),
+        tl.where(one, b2, b1),
+        tl.where(one, b3, b2),
+        tl.where(one, c0, b3),
+    )
+    even = tl.join(tl.join(a0, b0), tl.join(a2, b2))
+    odd = tl.join(tl.join(a1, b1), tl.join(a3, b3))
+    return _kept(tl.reshape(tl.join(even, odd), (count,)), dropped)
+
+
+@triton.jit
 def _kept(word, dropped: tl.constexpr):
     """Whether a word keeps its element: where all 2**32 are dropped, none does."""
     return word >= dropped if dropped < 4294967296 else word != word
@@ -362,6 +394,19 @@ def online_softmax(top, total, x, COARSE: tl.constexpr, keep_dims: tl.constexpr 
 
 
 @triton.jit
+def online_softmax_groups(top, total, x, COARSE: tl.constexpr, GROUP: tl.constexpr):
+    """The same with a maximum for each GROUP of neighbours: a thread has those, and waits for none.
+
+    top, total: one of each a group.
+    """
+    groups = tl.reshape(x, (x.shape[0] // GROUP, GROUP))
+    peak = maximum(top, reduce_max(groups, 1, False))
+    shift = tl.where(peak == float("-inf"), 0.0, peak)
+    sums = reduce_sum(_exp(groups - shift[:, None], COARSE), 1, False)
+    return peak, total * _exp(top - shift, COARSE) + sums
+
+
+@triton.jit
 def finish_softmax(top, total, keep_dims: tl.constexpr = False):
     """The row's sum from its lanes'; NaN for a row of -inf, as exp(-inf - -inf) is."""
     return nan_if_empty(top, reduce_sum(total, 0, keep_dims))
@@ -404,11 +449,11 @@ def load_row(pointers, place, stop, count: tl.constexpr):
 
 
 @triton.jit
-def store_row(pointers, x, place, start, stop, count: tl.constexpr, ENDS: tl.constexpr):
-    """Write a block of a row: vectors that lie in it whole; ENDS: elements of the others, too."""
+def store_row(pointers, x, place, start, stop, count: tl.constexpr, ends):
+    """Write a block of a row: vectors that lie in it whole; ends: elements of the others, too."""
     first, end = (start + count - 1) // count * count, stop // count * count
     tl.store(pointers, x, mask=(place >= first) & (place < end))
-    if ENDS:
+    if ends:
         vector = place & -count  # equal for the lanes of a vector: compared once for all of them
         partial = (vector < start) | (vector + count > stop)
         tl.store(pointers, x, mask=partial & (place >= start) & (place < stop))

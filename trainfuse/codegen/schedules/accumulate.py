@@ -29,13 +29,14 @@ from trainfuse.codegen.schedules.common import (
     own_axes,
     preload,
 )
+from trainfuse.codegen.schedules.phases import Phases
 from trainfuse.codegen.scope import Value
 from trainfuse.codegen.targets import Target
 from trainfuse.codegen.tile import Segment, TileAxis, divide_up, power_of_two
 
 MAX_PROGRAMS = 1024  # partial results that one tail tile holds
 TAIL_TILE = 8192
-TAIL_COLUMNS = 16  # of a tail's tile at least: two sectors of fp32
+TAIL_COLUMNS = 8  # of a tail's tile at least: a sector of fp32
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +49,7 @@ class Plan:
     for each level of its reductions: only accumulators are held. kept: inputs whose walked rows
     are held, too, as they are read. max_registers: that a thread of the main kernel may take,
     where several programs are to share a multiprocessor. extents: of the domain's axes as they are
-    walked, if not their sizes.
+    walked, if not their sizes. phases: of rows that begin anywhere; a program's begin alike.
     """
 
     programs: int
@@ -62,6 +63,7 @@ class Plan:
     kept: tuple[fx.Node, ...] = ()
     max_registers: int | None = None
     extents: tuple[int, ...] | None = None
+    phases: Phases | None = None
 
 
 def late_nodes(group: Group) -> tuple[list[fx.Node], list[fx.Node]]:
@@ -109,7 +111,7 @@ def row_loop(
     if row.position is None:
         builder.note("row", start)
     else:
-        builder.note("row", f"{start} + {lanes(row, builder.rank)}")
+        builder.note("row", f"{start} + {_row_lanes(builder, plan)}")
     if row.segments[0].mask:
         builder.note("row_mask", inside(builder, row, "row", "ROWS"))
     preload(builder, [*early, *(acc.red.node for acc in accs)])
@@ -125,12 +127,20 @@ def row_loop(
         reductions.accumulate(builder, acc, seen)
     body = builder.pop()
     first = "tl.program_id(0)" if plan.block == 1 else f"tl.program_id(0) * {plan.block}"
+    if plan.phases is not None:
+        first = plan.phases.first(plan.block)
     if plan.programs == 1:
         first = "0"  # known when it is compiled, and with it how many steps there are
     loop = Loop("start", first, "ROWS", str(step), body)
-    rows = first if row.position is None else f"{first} + {lanes(row, builder.rank)}"
+    rows = first if row.position is None else f"{first} + {_row_lanes(builder, plan)}"
     walk = Walk("row", long(group, rows), str(step), "{} < ROWS")
     builder.body.extend(ahead(loop, walk) if plan.ahead else (loop,))
+
+
+def _row_lanes(builder: Builder, plan: Plan) -> str:
+    """A step's rows, from its first one."""
+    text = lanes(builder.tile["row"], builder.rank)
+    return text if plan.phases is None else f"{plan.phases.period} * {text}"
 
 
 def walked_loop(
@@ -278,7 +288,10 @@ def build(
             if node in group.outputs:
                 builder.store(node)
         return Module((kernel(builder, plan.name, plan.doc, grid, plan.warps),))
-    parts = Parts(group, plan.programs)
+    if not accs:
+        only = kernel(builder, plan.name, plan.doc, grid, plan.warps)
+        return Module((replace(only, max_registers=plan.max_registers),))
+    parts = Parts(group, plan)
     for acc, states in finished:
         parts.store(builder, acc, states)
     main = kernel(builder, plan.name, plan.doc, grid, plan.warps)
@@ -289,9 +302,10 @@ def build(
 class Parts:
     """Partial results of programs: where the main kernel leaves them and the tail finds them."""
 
-    def __init__(self, group: Group, programs: int) -> None:
+    def __init__(self, group: Group, plan: Plan) -> None:
         self.group = group
-        self.programs = programs
+        self.programs = plan.programs
+        self.phases = plan.phases
         self.workspaces: list[Workspace] = []
         self.places: list[tuple[Accumulator, list[ArgRef], bool]] = []
 
@@ -300,6 +314,7 @@ class Parts:
         kept = acc.deps - set(acc.axes)
         wide = "col" in kept
         width = builder.tile["col"].size if wide else 1
+        width = self.phases.padded if wide and self.phases else width
         args: list[ArgRef] = []
         for place in range(len(acc.red.states)):
             arg: ArgRef = ("workspace", len(self.workspaces))
@@ -314,12 +329,24 @@ class Parts:
     def place(self, builder: Builder, wide: bool, index: int) -> tuple[str, str]:
         if wide:
             segment = builder.segment("col", index)
-            return f"tl.program_id(0) * COLS + {segment.index}", segment.mask
+            if self.phases is None:
+                return f"tl.program_id(0) * COLS + {segment.index}", segment.mask
+            place = segment.vectors.index if segment.vectors else f"lead + {segment.index}"
+            return f"tl.program_id(0) * {self.phases.padded} + {place}", segment.mask
         offset = "tl.program_id(0)"
         if builder.rank > 1:
             offset += " + tl.zeros((1, 1), tl.int32)"
         shared = "col" in builder.tile and builder.tile["col"].shared
         return offset, "tl.program_id(1) == 0" if shared else ""
+
+    def offset(self, wide: bool) -> str:
+        """Where the tail finds them."""
+        if not wide:
+            return "part"
+        if self.phases is None:
+            return "part * COLS + col"
+        lead = f"part % {self.phases.period} * COLS % {self.phases.count}"
+        return f"part * {self.phases.padded} + {lead} + col"
 
 
 def tail(group: Group, target: Target, parts: Parts, late: list[fx.Node]) -> Kernel:
@@ -344,7 +371,7 @@ def tail(group: Group, target: Target, parts: Parts, late: list[fx.Node]) -> Ker
             builder.note("col_mask", "col < COLS")
     builder.bind("part", "col")
     for acc, args, by_column in parts.places:
-        combine(builder, acc.red, args, by_column)
+        combine(builder, acc.red, args, parts.offset(by_column))
     for node in late:
         if node in group.outputs:
             builder.store(node)
@@ -365,15 +392,15 @@ def tail_columns(group: Group, target: Target, held: int) -> TileAxis:
     return TileAxis("col", domain.cols, width, (Segment("col", mask, block),), 1, True)
 
 
-def combine(builder: Builder, red: Reduction, args: Sequence[ArgRef], wide: bool) -> None:
-    """One reduction's partial states, loaded and merged."""
+def combine(builder: Builder, red: Reduction, args: Sequence[ArgRef], offset: str) -> None:
+    """One reduction's partial states, loaded from an offset and merged."""
+    wide = offset != "part"
     names: list[str] = []
     for state, arg in zip(red.states, args, strict=True):
         name = f"{builder.name_of(red.node)}_{state}"
         names.append(name)
         builder.args[arg] = None
         other = red.identity if state == "acc" else "0.0"
-        offset = "part * COLS + col" if wide else "part"
         masks = [builder.segment("part", 0).mask]
         if wide:
             masks.append(builder.segment("col", 0).mask)

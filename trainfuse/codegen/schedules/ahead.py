@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 
 from trainfuse.codegen.ir import Define, Load, Loop, Statement
 
-_INDICES = re.compile(r"row(_first)?|mid|place|col(_\d+)?|ROWS|COLS|tl|int64|cast")
+_INDICES = re.compile(r"row(_first)?|mid|(place|col)(_\d+)?|ROWS|COLS|tl|int64|cast")
 _MASKS = re.compile(r"(row|mid|col(_\d+)?)_mask")
-_ALONG = re.compile(r"place|col(_\d+)?")
+_ALONG = re.compile(r"(place|col)(_\d+)?")
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from torch import fx
 from trainfuse.codegen.builder import Builder, Group
 from trainfuse.codegen.choices import Choice
 from trainfuse.codegen.ir import Loop, Module
-from trainfuse.codegen.schedules import vectors
+from trainfuse.codegen.schedules import phases, vectors
 from trainfuse.codegen.schedules.common import (
     constants,
     describe,
@@ -48,6 +48,10 @@ class Division:
     rows: tuple[int, ...]
     cols: tuple[int, ...]
     walks: bool
+
+    @property
+    def axes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        return self.rows, self.cols
 
 
 def division(group: Group, order: Sequence[int]) -> Division | None:
@@ -85,35 +89,46 @@ def build(group: Group, target: Target, choice: Choice, parts: Division) -> Modu
     if parts.walks:
         wanted = (choice.per_sm or PROGRAMS_PER_SM) * target.num_sms
         programs = min(strips, max(1, wanted // tiles))
+    phase = phases.of_tiles(group, rows, block, axes=parts.axes) if parts.walks else None
+    if phase is not None:
+        tiles = divide_up(width + phase.count - 1, block)
+        alike = strips // phase.period
+        steps = max(1, alike // max(1, programs // phase.period))
+        programs = phase.period * divide_up(alike, steps)
     row_mask = "row_mask" if total % rows else ""
     col_mask = "col_mask" if width % block else ""
     quad = f"tl.program_id(1) * {block // 4}" if block % 4 == 0 else None
     segment = Segment("col", col_mask, block, quad)
     if vector > 1:
-        segment = vectors.segment(segment, vector, ends=True)
+        segment = vectors.segment(segment, vector, first=f"tl.program_id(1) * {block}")
+    lanes = f"tl.arange(0, {block}){'[None, :]' if rows > 1 else ''}"
+    columns = long(group, f"tl.program_id(1) * {block} + {lanes}" if tiles > 1 else lanes)
+    definitions = [("col", columns), ("col_mask", "col < COLS")]
+    if phase is not None:
+        segment, definitions = phase.block(block, columns)
     place = None if rows == 1 else 0
     row = TileAxis("row", parts.rows, total, (Segment("row", row_mask, rows),), place, True)
     col = TileAxis("col", parts.cols, width, (segment,), 0 if rows == 1 else 1, True)
     builder = Builder(group, [row, col], "col")
     constants(builder, [("ROWS", total), ("COLS", width)])
-    lanes = f"tl.arange(0, {block}){'[None, :]' if rows > 1 else ''}"
-    columns = long(group, f"tl.program_id(1) * {block} + {lanes}" if tiles > 1 else lanes)
     if vector == 1:
-        builder.note("col", columns)
-        if col_mask:
-            builder.note("col_mask", "col < COLS")
+        for name, text in definitions:
+            if name != "col_mask" or segment.mask:
+                builder.note(name, text)
         builder.bind("col")
     nodes = needed(group)
     strip = "tl.program_id(0)" if rows == 1 else f"tl.program_id(0) * {rows}"
+    strip = strip if phase is None else phase.first(rows)
+    apart = 1 if phase is None else phase.period
     if programs < strips:
         builder.push("row")
-        define_rows(builder, rows, "start")
+        define_rows(builder, rows, "start", apart)
         emit(builder, nodes)
         body = builder.pop()
         builder.body.append(Loop("start", strip, "ROWS", str(programs * rows), body))
     else:
         builder.bind("row")
-        define_rows(builder, rows, strip)
+        define_rows(builder, rows, strip, apart)
         if vector > 1:
             vectors.begin(builder, vector)
             vectors.place(builder, columns)
@@ -123,12 +138,15 @@ def build(group: Group, target: Target, choice: Choice, parts: Division) -> Modu
     warps = choice.warps or WARPS
     launch = kernel(builder, "banded_kernel", doc, (programs, tiles, 1), warps)
     in_place = written_over(group, rows * block, warps)
-    return Module((launch,), in_place=in_place, whole_vectors=vector > 1)
+    whole = vector > 1 or phase is not None
+    return Module((launch,), in_place=in_place, whole_vectors=whole)
 
 
-def define_rows(builder: Builder, rows: int, first: str) -> None:
-    """The rows of a tile, from its first one."""
-    text = first if rows == 1 else f"{first} + tl.arange(0, {rows})[:, None]"
+def define_rows(builder: Builder, rows: int, first: str, apart: int) -> None:
+    """The rows of a tile, from its first one. apart: rows from one to the next."""
+    lanes = f"tl.arange(0, {rows})[:, None]"
+    lanes = lanes if apart == 1 else f"{apart} * {lanes}"
+    text = first if rows == 1 else f"{first} + {lanes}"
     builder.note("row", long(builder.group, text))
     if builder.segment("row", 0).mask:
         builder.note("row_mask", "row < ROWS")

@@ -7,7 +7,7 @@ from dataclasses import replace
 from trainfuse.codegen.builder import Group
 from trainfuse.codegen.choices import Choice, products
 from trainfuse.codegen.ir import Module
-from trainfuse.codegen.schedules import accumulate, kept
+from trainfuse.codegen.schedules import accumulate, kept, phases
 from trainfuse.codegen.schedules.common import (
     describe,
     live_tiles,
@@ -57,29 +57,35 @@ def build(group: Group, target: Target, options: CodegenOptions, choice: Choice)
     slabs = min(wanted, divide_up(total, steps * rows), accumulate.MAX_PROGRAMS)
     row_mask = "row_mask" if total % rows else ""
     col_mask = "col_mask" if width % block else ""
-    tile = [
-        TileAxis("row", domain.rows, total, (Segment("row", row_mask, rows),), 0, slabs > 1),
-        TileAxis(
-            "col",
-            domain.cols,
-            width,
-            (Segment("col", col_mask, block, f"tl.program_id(1) * {block} // 4"),),
-            1,
-            True,
-        ),
-    ]
-    lanes = f"tl.program_id(1) * {block} + tl.arange(0, {block})[None, :]"
-    prologue = [("col", long(group, lanes))]
+    segment = Segment("col", col_mask, block, f"tl.program_id(1) * {block} // 4")
+    lanes = long(group, f"tl.program_id(1) * {block} + tl.arange(0, {block})[None, :]")
+    prologue = [("col", lanes)]
     if col_mask:
         prologue.append(("col_mask", "col < COLS"))
+    phase = phases.of_tiles(group, rows, block) if slabs > 1 and light(group) else None
+    if phase is not None:
+        segment, prologue = phase.block(block, lanes)
+        slabs = max(slabs // phase.period, 1) * phase.period
+        tiles = divide_up(width + phase.count - 1, block)
+    tile = [
+        TileAxis("row", domain.rows, total, (Segment("row", row_mask, rows),), 0, slabs > 1),
+        TileAxis("col", domain.cols, width, (segment,), 1, True),
+    ]
     doc = f"Sums over rows: {describe(group, needed(group))}."
     warps = choice.warps or num_warps(rows * block)
-    plan = accumulate.Plan(slabs, rows, "column_kernel", doc, warps, tiles)
+    plan = accumulate.Plan(slabs, rows, "column_kernel", doc, warps, tiles, phases=phase)
     module = accumulate.build(group, target, tile, plan, prologue)
     _, late = accumulate.late_nodes(group)
     again = read_by(group, [node for node in late if not domain.reduced.get(node)])
     over = written_over(group, rows * block, warps)
-    return replace(module, in_place=frozenset(p for p in over if group.inputs[p[1]] not in again))
+    over = frozenset(p for p in over if group.inputs[p[1]] not in again)
+    return replace(module, in_place=over, whole_vectors=phase is not None)
+
+
+def light(group: Group) -> bool:
+    """Whether memory bounds a group, not arithmetic: it computes little of what it sums."""
+    live = live_tiles(group) + len(group.domain.reduced)
+    return 2 * ROWS * COLUMNS * live / (32 * WARPS) <= LIGHT_REGISTERS
 
 
 def num_warps(elements: int) -> int:
@@ -111,8 +117,8 @@ def tile_shape(group: Group, target: Target, choice: Choice) -> tuple[int, int]:
         rows = min(TALL, power_of_two(total))
     live = live_tiles(group) + len(domain.reduced)
     odd = not dense_rows and width % max(1, VECTOR_BYTES // widest(group)) != 0
-    if odd and not few and 2 * rows * block * live / (32 * WARPS) <= LIGHT_REGISTERS:
-        rows *= 2  # read element by element, and not unrolled: as much again on its way at once
+    if odd and not few and light(group):
+        rows *= 2  # not unrolled: as much again on its way at once
     tiles = PROGRAMS_PER_SM * target.num_sms // divide_up(width, block)
     plenty = block == COLUMNS and total >= 2 * rows * STEPS * max(1, tiles)
     if plenty and not odd and len(domain.reduced) == 1 and len(kept.rows(group)) > 1:

@@ -18,6 +18,13 @@ from trainfuse.codegen.schedules.common import root
 from trainfuse.codegen.scope import Value
 
 Pair = tuple[Reduction, Reduction]
+GROUP = 8
+"""Neighbours that share a running maximum: a thread's, of a 16-byte load of halves."""
+
+
+def grouped(builder: Builder) -> bool:
+    """Whether a chunk's maxima are kept by groups of neighbours, of a single row."""
+    return builder.rank == 1 and GROUP > 1 and builder.segment("col", 0).width % GROUP == 0
 
 
 def pairs(group: Group, reds: Sequence[Reduction]) -> list[Pair]:
@@ -62,6 +69,8 @@ def start(builder: Builder, pair: Pair, *, lanes: bool = False) -> None:
     top, total = (builder.name_of(red.node) for red in pair)
     shape = reductions.shape_text(builder, 0, frozenset({"row", "col"}))
     row = shape if lanes else reductions.shape_text(builder, 0, frozenset({"row"}))
+    if not lanes and grouped(builder):
+        row = shape = f"({builder.segment('col', 0).width // GROUP},)"
     builder.note(f"{top}_run", f'tl.full({row}, float("-inf"), tl.float32)', "running maximum")
     builder.note(f"{total}_run", f"tl.full({shape}, 0.0, tl.float32)", "sums of exp(x - maximum)")
 
@@ -74,6 +83,8 @@ def accumulate(builder: Builder, pair: Pair, *, lanes: bool = False) -> None:
     coarse = root(builder.group, pair[1].source) in builder.coarse
     function = "online_softmax_lanes" if lanes else "online_softmax"
     more = "" if lanes else keeping(builder)
+    if not lanes and grouped(builder):
+        function, more = "online_softmax_groups", f", {GROUP}"
     builder.body.append(
         Define(
             f"{top}_run, {total}_run",
@@ -110,6 +121,9 @@ def finish(builder: Builder, pair: Pair) -> None:
     """Give both nodes their values."""
     names = [builder.name_of(red.node) for red in pair]
     top, total = names
+    if grouped(builder):
+        merge(builder, pair, [f"{name}_run" for name in names])
+        return
     builder.body.append(Reduce(top, f"{top}_run", op_name(pair[0].node.target)))
     builder.body.append(
         Reduce(

@@ -14,7 +14,7 @@ from torch import fx
 from trainfuse.codegen.builder import Builder, Group
 from trainfuse.codegen.choices import Choice, products
 from trainfuse.codegen.ir import Module
-from trainfuse.codegen.schedules import banded
+from trainfuse.codegen.schedules import banded, phases
 from trainfuse.codegen.schedules.common import (
     constants,
     describe,
@@ -48,6 +48,11 @@ TILE, LARGE_TILE = (32, 64, 8), (64, 128, 4)
 LARGE_PROGRAMS = 4  # a multiprocessor
 LARGE_REGISTERS = 256  # by live tiles; a thread takes a third of that
 MIN_RUN = 16  # elements that lie together at each place; fewer don't pay for a tile's masked lanes
+
+
+# Operands along the columns alone that are loaded one by one in a flat walk: fewer cost less than
+# bands do.
+COLUMN_OPERANDS = 2
 
 
 # With rows: sides of a tile. Without: elements of a flat or banded program.
@@ -88,7 +93,7 @@ def build(
     parts = None
     if absent is None:
         parts = lookups(group, order) or banded.division(group, order)
-        parts = parts or odd_rows(group, target, order)
+        parts = parts or odd_rows(group, target, order) or odd_columns(group, order)
     bands = None if parts is None else banded.build(group, target, choice, parts)
     return bands or flat(group, target, order, choice, absent)
 
@@ -152,6 +157,22 @@ def odd_rows(group: Group, target: Target, order: Sequence[int]) -> banded.Divis
     width, vector = domain.extent(cols), max(1, VECTOR_BYTES // widest(group))
     odd = width >= banded.WIDTHS[-1] and width % vector != 0
     return banded.Division(rows, cols, False) if rows and odd else None
+
+
+def odd_columns(group: Group, order: Sequence[int]) -> banded.Division | None:
+    """Bands of rows that begin anywhere, where several operands vary along the columns alone.
+
+    Walked flat, their elements are loaded one by one for each vector; in a program whose rows begin
+    alike, once.
+    """
+    domain = group.domain
+    owns = [own_axes(domain, n) for n in group.inputs if n in domain.axes]
+    for cut in range(len(order) - 1, 0, -1):
+        rows, cols = tuple(order[:cut]), tuple(order[cut:])
+        if sum(bool(own) and own <= frozenset(cols) for own in owns) >= COLUMN_OPERANDS:
+            found = phases.find(group, rows, cols)
+            return None if found is None else banded.Division(rows, cols, True)
+    return None
 
 
 def flat(

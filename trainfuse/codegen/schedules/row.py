@@ -8,12 +8,24 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from torch import fx
+
 from trainfuse.codegen import reductions
 from trainfuse.codegen.builder import Builder, Group
 from trainfuse.codegen.choices import Choice, products
 from trainfuse.codegen.held_reductions import reduce_held
 from trainfuse.codegen.ir import Module
-from trainfuse.codegen.schedules import kept, online, passes, split, vectors
+from trainfuse.codegen.reductions import Reduction
+from trainfuse.codegen.schedules import (
+    accumulate,
+    kept,
+    online,
+    passes,
+    phases,
+    row_column,
+    split,
+    vectors,
+)
 from trainfuse.codegen.schedules.common import (
     aligned,
     column_definitions,
@@ -22,11 +34,13 @@ from trainfuse.codegen.schedules.common import (
     describe,
     kernel,
     lanes,
+    levels,
     live_tiles,
     long,
     needed,
     own_axes,
     preload,
+    read_by,
     rows_are_neighbours,
 )
 from trainfuse.codegen.schedules.passes import ROW
@@ -60,6 +74,8 @@ SHARED_REGISTERS = 128
 STRIP, NARROW_STRIP = 32, 16
 # Warps that run at once on a multiprocessor, of kernels that take 64 registers a thread.
 RESIDENT_WARPS = 32
+# Times the lanes that a chunk may have of one half as long; elements of a thread's load of halves.
+WASTED, VECTOR = 1.05, 8
 
 
 LIKELY = (
@@ -174,6 +190,9 @@ def in_registers(group: Group, target: Target, choice: Choice) -> Module:
     """Every value of a row is held at once; each reduction is one tree."""
     domain = group.domain
     width, total = domain.extent(domain.cols), domain.extent(domain.rows)
+    phase = phases.find(group) if choice.rows in (None, 1) else None
+    if phase is not None:
+        return phased(group, target, choice, phase)
     held = sum(block for _, block in cover(width))
     rows, warps = rows_and_warps(group, target, held, live_tiles(group), choice)
     row, col, rank = tile_axes(group, rows, tuple(column_segments(width)))
@@ -185,9 +204,16 @@ def in_registers(group: Group, target: Target, choice: Choice) -> Module:
     builder.bind("col")
     nodes = needed(group)
     preload(builder, nodes)
+    picked = {red.node: red for red in picks(group, nodes)} if rows == 1 else {}
+    ready = {
+        node: reductions.read_picked(builder, red, "col", picked_inputs(group, red))
+        for node, red in picked.items()
+    }
     reds = [reductions.parse(node, domain) for node in nodes if domain.reduced.get(node)]
     for node in nodes:
-        if domain.reduced.get(node):
+        if node in picked:
+            reductions.pick(builder, picked[node], "col", ready[node])
+        elif domain.reduced.get(node):
             reduce_held(builder, reductions.parse(node, domain), "col", reds)
         if node in group.outputs:
             builder.store(node)
@@ -195,7 +221,64 @@ def in_registers(group: Group, target: Target, choice: Choice) -> Module:
     launch = kernel(builder, "row_kernel", doc, (divide_up(total, rows), 1, 1), warps)
     # with more threads than elements several hold one, and none waits until all have read it
     alone = all(rows * block >= 32 * warps for _, block in cover(width))
+    if picked:  # an element is read by all of them, and at a reduction they wait for one another
+        others = frozenset(n for n in nodes if domain.reduced.get(n) and n not in picked)
+        level = levels(nodes, others)
+        alone = alone and all(level[node] for node in group.outputs)
     return Module((launch,), in_place=aligned(group) if alone else frozenset())
+
+
+def picks(group: Group, nodes: list[fx.Node]) -> list[Reduction]:
+    """Gathers of an element a row whose column is known before anything is reduced."""
+    domain = group.domain
+    found = [reductions.parse(node, domain) for node in nodes if domain.reduced.get(node)]
+    known = levels(nodes, frozenset(red.node for red in found))
+    index = {red.node: red.node.args[2] for red in found if red.op == "pick"}
+    return [red for red in found if red.op == "pick" and not known.get(index[red.node], 0)]
+
+
+def picked_inputs(group: Group, red: Reduction) -> list[fx.Node]:
+    """What is read at a gather's column."""
+    domain, cols = group.domain, frozenset(group.domain.cols)
+    read = read_by(group, [red.source])
+    return [n for n in group.inputs if n in read and own_axes(domain, n) & cols]
+
+
+def phased(group: Group, target: Target, choice: Choice, phase: phases.Phases) -> Module:
+    """Rows that begin anywhere, in whole vectors, held at once.
+
+    Programs stay for many rows where something varies along the columns alone: it begins at no
+    vector of theirs, and is loaded element by element, once.
+    """
+    domain = group.domain
+    total = domain.extent(domain.rows)
+    fixed = phases.columns(group)
+    live = live_tiles(group) + phases.registers(group)
+    ahead = bool(fixed) and choice.ahead is not False
+    live += len(group.inputs) / 2 if ahead else 0  # as they lie in memory
+    warps = choice.warps or row_column.num_warps(phase.width, live)
+    segments = phase.segments(warps)
+    held = sum(segment.width for segment in segments)
+    taken = row_column.registers(held, live, warps)
+    if taken > row_column.register_limit(target, warps):
+        raise Unsupported(group.nodes[-1], "its rows are too long for so few threads to hold")
+    resident = int(row_column.FILE / (32 * warps * taken))
+    per_sm = choice.per_sm or max(1, min(resident, row_column.MOST_PER_SM))
+    programs = phase.programs(per_sm * target.num_sms, total) if fixed else total
+    row = TileAxis("row", domain.rows, total, (Segment("row", "", 1),), None, True)
+    col = TileAxis("col", domain.cols, domain.extent(domain.cols), segments, 0, False)
+    doc = f"Rows in registers, in whole vectors: {describe(group, needed(group))}."
+    plan = accumulate.Plan(
+        programs,
+        1,
+        "row_kernel",
+        doc,
+        warps,
+        ahead=ahead and programs < total,
+        max_registers=row_column.shared_registers(target, warps, per_sm, taken),
+        phases=phase,
+    )
+    return accumulate.build(group, target, (row, col), plan, phase.definitions(group, segments))
 
 
 def strip_rows(group: Group) -> int:
@@ -219,6 +302,8 @@ def chunk_and_warps(
     live = live_tiles(group)
     rows = strip_rows(group)
     block = min(options.chunk, power_of_two(width * rows))
+    if lanes_of(width * rows, block) > WASTED * lanes_of(width * rows, block // 2):
+        block //= 2
     while block > 1024 and block * live / (32 * CHUNK_WARPS) > TILE_REGISTERS / 2:
         block //= 2
     warps = choice.warps or max(4, min(CHUNK_WARPS, (choice.block or block) // 512))
@@ -233,10 +318,19 @@ def chunk_and_warps(
     while warps < 2 * MAX_WARPS and row_bytes * target.num_sms * RESIDENT_WARPS // warps > (
         target.l2_bytes // 2
     ):
-        warps *= 2
-        if block < min(options.chunk, power_of_two(width * rows)):
-            block *= 2
+        wide = min(options.chunk, power_of_two(width * rows))
+        wider = block < wide and lanes_of(width * rows, 2 * block) <= WASTED * lanes_of(
+            width * rows, block
+        )
+        if not wider and block < VECTOR * 32 * 2 * warps:
+            break
+        warps, block = 2 * warps, 2 * block if wider else block
     return block, warps
+
+
+def lanes_of(size: int, block: int) -> int:
+    """Lanes of the blocks that cover so many elements."""
+    return divide_up(size, block) * block
 
 
 def chunked(group: Group, target: Target, options: CodegenOptions, choice: Choice) -> Module:
@@ -253,7 +347,7 @@ def chunked(group: Group, target: Target, options: CodegenOptions, choice: Choic
     if rows == 1:
         vector = vectors.elements(group, domain.rows, domain.cols)
     if vector > 1:
-        segment = vectors.segment(segment, vector, ends=False)
+        segment = vectors.segment(segment, vector)
     row, col, rank = tile_axes(group, rows, (segment,))
     builder = Builder(group, [row, col], "col")
     constants(builder, [("ROWS", total), ("COLS", width)])

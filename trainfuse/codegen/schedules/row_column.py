@@ -10,7 +10,7 @@ from trainfuse.codegen.choices import MODEL, Choice, products
 from trainfuse.codegen.ir import Module
 from trainfuse.codegen.reductions import Reduction
 from trainfuse.codegen.scalars import HALF
-from trainfuse.codegen.schedules import accumulate, kept
+from trainfuse.codegen.schedules import accumulate, kept, phases
 from trainfuse.codegen.schedules.common import (
     column_definitions,
     column_segments,
@@ -48,12 +48,12 @@ DOUBTED = 16  # what the fit may be short of: closer to the limit than that rows
 
 
 LIKELY = (
+    Choice(warps=8, rows=1, per_sm=1, ahead=True),
     Choice(warps=4, rows=1, per_sm=2),
     Choice(warps=8, rows=1, per_sm=2),
     Choice(warps=4, rows=1, per_sm=2, ahead=True),
     Choice(warps=4, rows=2, per_sm=3, ahead=True),
     Choice(warps=16, rows=2, per_sm=1, ahead=True),
-    Choice(warps=8, rows=1, per_sm=1, ahead=True),
     Choice(held=False),
     Choice(warps=8, per_sm=2, held=False),
 )
@@ -69,12 +69,15 @@ def build(group: Group, target: Target, options: CodegenOptions, choice: Choice)
     del options
     domain = group.domain
     width, total = domain.extent(domain.cols), domain.extent(domain.rows)
+    phase = phases.find(group) if choice.rows in (None, 1) else None
     segments = tuple(column_segments(width))
+    if phase is not None:
+        segments = phase.segments(choice.warps or FEW_WARPS)
     held = sum(segment.width for segment in segments)
     sums = sum(bool(reduced & frozenset(domain.rows)) for reduced in domain.reduced.values())
-    live = live_tiles(group) + sums
+    live = live_tiles(group) + sums + (phases.registers(group) if phase else 0)
     least = strip_rows(group, target, held, live)
-    if choice == MODEL and least == 1 and pairs(group, target, held, live):
+    if phase is None and choice == MODEL and least == 1 and pairs(group, target, held, live):
         choice = Choice(warps=2 * num_warps(held, live), rows=2, ahead=True)
     warps = choice.warps or num_warps(least * held, live)
     fits = registers(least * held, live, warps) <= register_limit(target, warps) - DOUBTED
@@ -87,14 +90,17 @@ def build(group: Group, target: Target, options: CodegenOptions, choice: Choice)
     budget = 8192 if target.interpreted else ELEMENTS_A_STEP
     rows = max(least, min(floor_power(max(1, budget // held)), power_of_two(total)))
     rows = choice.rows * least if choice.rows else rows
-    alive = live + (len(group.inputs) / 2 if choice.ahead else 0)  # as they lie in memory
+    rows = rows if phase is None else 1
+    early = bool(choice.ahead) or (phase is not None and choice.ahead is None)
+    alive = live + (len(group.inputs) / 2 if early else 0)  # as they lie in memory
     if choice.rows and registers(rows * held, alive, warps) > register_limit(target, warps):
         raise Unsupported(group.nodes[-1], "its rows are too long for so few threads to hold")
-    share = 1.0 if neighbours(group) is None else LANES_APART
-    step = rows if choice.rows else least
+    share = 1.0 if phase is not None or neighbours(group) is None else LANES_APART
+    step = rows if choice.rows or phase is not None else least
     resident = int(FILE / (32 * warps * share * registers(step * held, alive, warps)))
     per_sm = choice.per_sm or max(1, min(resident, MOST_PER_SM // (choice.rows or 1)))
     programs = min(per_sm * target.num_sms, divide_up(total, rows), accumulate.MAX_PROGRAMS)
+    programs = programs if phase is None else phase.programs(programs, total)
     row_mask = "row_mask" if total % rows else ""
     place, rank = None if rows == 1 else 1 if least > 1 else 0, 1 if rows == 1 else 2
     block = (Segment("row", row_mask, rows),)
@@ -103,8 +109,10 @@ def build(group: Group, target: Target, options: CodegenOptions, choice: Choice)
         TileAxis("col", domain.cols, width, segments, 1 if place == 0 else 0, False),
     ]
     prologue = column_definitions(group, tile[1], rank)
+    if phase is not None:
+        prologue = phase.definitions(group, segments)
     doc = f"Rows and their columns: {describe(group, needed(group))}."
-    ahead = bool(choice.ahead) and programs * rows < total
+    ahead = early and programs * rows < total
     plan = accumulate.Plan(
         programs,
         rows,
@@ -115,6 +123,7 @@ def build(group: Group, target: Target, options: CodegenOptions, choice: Choice)
         max_registers=shared_registers(
             target, warps, per_sm, share * registers(rows * held, live, warps)
         ),
+        phases=phase,
     )
     return accumulate.build(group, target, tile, plan, prologue)
 

@@ -42,11 +42,13 @@ def elements(group: Group, rows: Sequence[int], cols: Sequence[int]) -> int:
     return count if width % count and width >= count * count else 1
 
 
-def segment(plain: Segment, count: int, *, ends: bool) -> Segment:
+def segment(plain: Segment, count: int, *, first: str | None = None) -> Segment:
     """A block of rows that are moved in vectors of so many elements, of programs of one row.
 
-    ends: whether each block looks for a row's ends; else `store_ends` writes them.
+    first: place of the block's first lane, where blocks write a row's ends that they have; else
+    `store_ends` does.
     """
+    ends = "False" if first is None else has_ends(first, plain.width, count)
     moved = Vectors(
         element="row * COLS + col",
         offset="row_first + place",
@@ -57,6 +59,11 @@ def segment(plain: Segment, count: int, *, ends: bool) -> Segment:
         store=f"place, lead, row_stop, {count}, {ends}",
     )
     return replace(plain, mask="col_mask", quad=None, vectors=moved)
+
+
+def has_ends(first: str, width: int, count: int) -> str:
+    """Whether a block has elements that share a vector with another row: most blocks have none."""
+    return f"({first} < lead) | ({first} + {width} > row_stop // {count} * {count})"
 
 
 def begin(builder: Builder, count: int) -> None:
