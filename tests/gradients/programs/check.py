@@ -12,6 +12,7 @@ import warnings
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, Literal
+from unittest import mock
 
 import numpy as np
 import torch
@@ -22,7 +23,11 @@ from tests.gradients.programs.generate import reference
 from tests.gradients.programs.render import render
 from tests.gradients.programs.tree import Program
 from tests.gradients.programs.world import Invalid
+from trainfuse import pipeline
 from trainfuse.capture import compat
+from trainfuse.codegen.builder import Group
+from trainfuse.codegen.lower import candidates, lower
+from trainfuse.codegen.targets import H200, CodegenOptions, Target
 
 Kind = Literal["right", "wrong", "crash", "unfair"]
 
@@ -70,15 +75,29 @@ def execute(text: str, name: str) -> dict[str, Any]:
     return module.__dict__
 
 
+def lower_for_a_gpu_too(group: Group, target: Target, options: CodegenOptions) -> Any:
+    """A group's kernel, once its text for a GPU could be written in every likely form."""
+    candidates(group, H200, options, thorough=False)
+    return lower(group, target, options)
+
+
 def check(program: Program, device: str = "cpu") -> Verdict:
-    """Run a program compiled, and judge it."""
+    """Run a program compiled, and judge it.
+
+    Kernels are run by the interpreter on a CPU, and also written as for a GPU, where schedules
+    decide otherwise.
+    """
     began = time.perf_counter()
     name = f"<program {program.seed}>"
     names = execute(render(program, device), name)
     kind: Kind = "right"
     error = trace = ""
     try:
-        with warnings.catch_warnings(), np.errstate(all="ignore"):
+        with (
+            warnings.catch_warnings(),
+            np.errstate(all="ignore"),
+            mock.patch.object(pipeline, "lower", lower_for_a_gpu_too),
+        ):
             warnings.simplefilter("ignore")
             names["test_program"]()
     except Exception as raised:

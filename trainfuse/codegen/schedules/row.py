@@ -241,7 +241,8 @@ def picked_inputs(group: Group, red: Reduction) -> list[fx.Node]:
     """What is read at a gather's column."""
     domain, cols = group.domain, frozenset(group.domain.cols)
     read = read_by(group, [red.source])
-    return [n for n in group.inputs if n in read and own_axes(domain, n) & cols]
+    own = (n for n in group.inputs if n in read and n in domain.axes)  # not read by an index
+    return [n for n in own if own_axes(domain, n) & cols]
 
 
 def phased(group: Group, target: Target, choice: Choice, phase: phases.Phases) -> Module:
