@@ -49,7 +49,7 @@ def text(
 ) -> Plant:
     """Rewrite the first matches of patterns in every kernel of a phase that has them all.
 
-    chunks: rows are walked in chunks of 64 columns.
+    chunks: rows are walked in chunks of at most 64 columns.
     """
 
     def plant(monkeypatch: pytest.MonkeyPatch, hits: Hits) -> None:

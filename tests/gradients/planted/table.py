@@ -31,6 +31,7 @@ from trainfuse.codegen import tile
 from trainfuse.runtime import foreach, foreach_launch, launch, memory
 
 aten: Any = torch.ops.aten
+GUARDED = r"tl\.where\([^()]*\)"
 STORE = r"tl\.store\((?P<where>out\d+[^,]*), (?P<value>\w+)"
 
 
@@ -51,8 +52,12 @@ KERNELS = (
         r"(?P<acc>t\d+_acc) = (?P=acc) \+ (?P<term>.*)",
         r"\g<acc> = (\g<acc> + \g<term>).to(tl.bfloat16).to(tl.float32)",
     ),
-    _kernel("maximum for sum", r"lib\.reduce_sum\(tl\.where", "lib.reduce_max(tl.where"),
-    _kernel("wrong mean divisor", rf"True\)\) / {MODEL_WIDTH}\b", f"True)) / {MODEL_WIDTH - 1}"),
+    _kernel(
+        "maximum for sum",
+        rf"= lib\.reduce_sums\((?P<a>{GUARDED}), (?P<b>{GUARDED}), 1, True\)",
+        r"= lib.reduce_max(\g<a>, 1, True), lib.reduce_sum(\g<b>, 1, True)",
+    ),
+    _kernel("wrong mean divisor", rf"_sum / {MODEL_WIDTH}\b", f"_sum / {MODEL_WIDTH - 1}"),
     _kernel("neighbour's row", r"(tl\.load\(in\d+ \+) row \* COLS", r"\1 (row ^ 1) * COLS"),
     _kernel("no eps", r"\+ 0\.01\b", "+ 0.0", phase="forward"),
     _kernel("wrong gelu", r"lib\.gelu_slope\(", "lib.gelu_tanh_slope("),
@@ -133,7 +138,7 @@ SCHEDULES = (
     ),
     _schedule(
         "last chunk missed",
-        (r"range\(0, COLS, 64\)", "range(0, COLS - 64, 64)"),
+        (r"range\(0, COLS, 32\)", "range(0, COLS - 32, 32)"),
         on="long_rows",
         phase="forward",
     ),
@@ -144,7 +149,7 @@ SCHEDULES = (
     ),
     _schedule(
         "accumulator not reset",
-        (r"(t\d+_acc) = tl\.full\(\(64,\), 0\.0, tl\.float32\)", r"\1 = t1_run + 0.0"),
+        (r"(t\d+_m2) = tl\.full\(\(32,\), 0\.0, tl\.float32\)", r"\1 = t0_count + 1.0"),
         on="long_rows",
         phase="forward",
     ),
