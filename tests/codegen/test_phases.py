@@ -140,6 +140,19 @@ def test_sums_over_rows_as_they_lie(why: str) -> None:
     assert "place" not in kernel.source
 
 
+def test_rows_whose_weights_are_of_part_of_the_columns_lie_as_they_do() -> None:
+    """Such weights are read element by element: whole vectors of the rest would only be spilled."""
+
+    def grouped(x: Tensor, w: Tensor) -> Any:
+        var, mean = torch.var_mean(x.float(), (1, 2), keepdim=True)
+        return (((x - mean) * torch.rsqrt(var + 1e-5)) * w).to(x.dtype), mean
+
+    args = [torch.randn(19, 5, 205).to(torch.bfloat16), torch.randn(5, 1).to(torch.bfloat16)]
+    assert "lead" not in check(grouped, args).source
+    alike = [args[0], torch.randn(5, 205).to(torch.bfloat16)]
+    assert "lead" in check(grouped, alike).source
+
+
 @pytest.mark.parametrize("name", ["norm", "softmax"])
 def test_other_rows_are_neither_changed_nor_felt(name: str) -> None:
     """NaN in a row stays in it, and what lies around a result stays as it is."""

@@ -174,7 +174,7 @@ class Recurrent(nn.Module):
 def lstm(device: str) -> Training:
     """A model around nn.LSTM."""
     model = Recurrent().to(device)
-    batches = [(torch.randn(3, 4, 5), torch.randint(3, (3,))) for _ in range(3)]
+    batches = [(torch.randn(12, 4, 5), torch.randint(3, (12,))) for _ in range(3)]
     return training(model, torch.optim.Adam(model.parameters(), lr=2e-2), classify, batches, device)
 
 

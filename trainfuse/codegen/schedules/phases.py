@@ -156,6 +156,9 @@ def find(
     whole = [node for node in nodes if len(own_axes(domain, node)) == len(domain.sizes)]
     if not whole or domain.indirect or width < LONG:
         return None
+    along = frozenset(axis for axis in cols if domain.sizes[axis] > 1)
+    if any(own_axes(domain, node) & along not in (frozenset(), along) for node in nodes):
+        return None  # some are read element by element, and take more registers than that saves
     dense = 1
     for axis in reversed((*rows, *cols)):
         if domain.sizes[axis] > 1 and any(value_strides(domain, n)[axis] != dense for n in whole):
