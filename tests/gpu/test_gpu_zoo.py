@@ -40,8 +40,11 @@ def _some(*sampled: str) -> list[Any]:
 @pytest.mark.parametrize("compile_fn", [("whole", "triton")], indirect=True, ids=["whole"])
 @pytest.mark.parametrize("case", ZOO)
 def test_whole_step_replayed(case, compile_fn):
-    """Six steps: the first is checked, the second captures, the rest are replays."""
-    gradient_report(lambda: ZOO[case]("cuda"), compile_fn, steps=6).check()
+    """Six steps: the first is checked, the second captures, the rest are replays.
+
+    A tensor is judged by all of them: of hundreds of small ones in a step, one exceeds by chance.
+    """
+    pooled([gradient_report(lambda: ZOO[case]("cuda"), compile_fn, steps=6)]).check()
     if case in NESTED and not NESTED_WHOLE:
         return
     compile_fn.check()
