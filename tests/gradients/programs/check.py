@@ -9,7 +9,7 @@ import sys
 import time
 import traceback
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, Literal
@@ -27,7 +27,7 @@ from tests.gradients.programs.world import Invalid
 from trainfuse import pipeline
 from trainfuse.capture import compat
 from trainfuse.codegen.builder import Group
-from trainfuse.codegen.lower import candidates, lower
+from trainfuse.codegen.lower import candidates
 from trainfuse.codegen.targets import H200, CodegenOptions, Target
 
 Kind = Literal["right", "wrong", "crash", "unfair"]
@@ -76,10 +76,14 @@ def execute(text: str, name: str) -> dict[str, Any]:
     return module.__dict__
 
 
-def lower_for_a_gpu_too(group: Group, target: Target, options: CodegenOptions) -> Any:
-    """A group's kernel, once its text for a GPU could be written in every likely form."""
-    candidates(group, H200, options, thorough=False)
-    return lower(group, target, options)
+def also_for_a_gpu(lower: Callable[..., Any]) -> Callable[..., Any]:
+    """`lower`, once a group's text for a GPU could be written in every likely form."""
+
+    def both(group: Group, target: Target, options: CodegenOptions) -> Any:
+        candidates(group, H200, options, thorough=False)
+        return lower(group, target, options)
+
+    return both
 
 
 def check(program: Program, device: str = "cpu") -> Verdict:
@@ -97,7 +101,7 @@ def check(program: Program, device: str = "cpu") -> Verdict:
         with (
             warnings.catch_warnings(),
             np.errstate(all="ignore"),
-            mock.patch.object(pipeline, "lower", lower_for_a_gpu_too),
+            mock.patch.object(pipeline, "lower", also_for_a_gpu(pipeline.lower)),
         ):
             warnings.simplefilter("ignore")
             names["test_program"]()
