@@ -211,3 +211,20 @@ def printed(script: str, *arguments: str) -> list[str]:
     )
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()
+
+
+def check_row_of_nan(case: Case, args: Sequence[torch.Tensor], kernel: GroupKernel) -> None:
+    """Assert that NaN in row 3 stays in it, and that what lies around a result stays as it is.
+
+    args: the first has the row; the case has one result, of its shape and type.
+    """
+    (rows, width), dtype = args[0].shape, args[0].dtype
+    around = torch.full((rows + 2, width), 77.0, dtype=dtype)
+    values = dict(zip(case.placeholders, args, strict=True))
+    launch(kernel, [values[node] for node in case.externals], [around[1:-1]])
+    assert (around[0] == 77).all()
+    assert (around[-1] == 77).all()
+    (exact,) = reference(case, args, torch.float64)
+    others = torch.arange(rows) != 3
+    assert around[1:-1][3].isnan().all()
+    assert error(around[1:-1][others], exact[others]) < 0.01 * float(exact[others].abs().max())

@@ -8,7 +8,8 @@ shows in the gradients:
   gradient, parameters within get none.
 - If one output gets a gradient, the others get zeros: whatever only they depend on has a gradient
   of zeros, which weight decay and momentum tell from None.
-- An output is a tensor, or an element of a tuple; tensors deeper within have no history.
+- An output is a tensor, or an element of a tuple, whatever kind of tuple; tensors deeper within
+  have no history.
 """
 
 from __future__ import annotations
@@ -47,8 +48,10 @@ def checkpoint(
     differentiable = any(isinstance(arg, Tensor) and arg.requires_grad for arg in args)
     if isinstance(outputs, Tensor):
         return outputs if differentiable else outputs.detach()
-    if not isinstance(outputs, tuple) or not differentiable:
+    if not isinstance(outputs, tuple):
         return _detached(outputs)
+    if not differentiable:
+        return tuple([_detached(v) for v in outputs])
     places = [i for i, value in enumerate(outputs) if _has_gradient(value)]
     results = [v if isinstance(v, Tensor) else _detached(v) for v in outputs]
     if len(places) > 1:
@@ -63,11 +66,18 @@ def _has_gradient(value: Any) -> bool:
 
 
 def _detached(value: Any) -> Any:
-    """The value without its tensors' history."""
+    """The value without its tensors' history.
+
+    Raises TypeError for a container of another kind than Python's own: eager then runs the call.
+    """
     if isinstance(value, Tensor):
         return value.detach()
-    if isinstance(value, tuple | list):
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*[_detached(v) for v in value])
+    if type(value) in (tuple, list):
         return type(value)([_detached(v) for v in value])
-    if isinstance(value, dict):
+    if type(value) is dict:
         return {key: _detached(v) for key, v in value.items()}
-    return value
+    if value is None or isinstance(value, int | float | str):
+        return value
+    raise TypeError(f"a reentrant checkpoint gives tensors in a {type(value).__name__}")
