@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -87,6 +88,55 @@ def test_torchs_own_compiler_is_left_as_it_is() -> None:
         torch.randn(3, requires_grad=True)
     )
     assert op.py_kernels == before
+
+
+def _reads_before(h: Tensor, x: Tensor, weight: Tensor, buffer: Tensor) -> Tensor:
+    before = h.clone()
+    h.add_(1)
+    return x * weight * before * h
+
+
+def _multiplies(h: Tensor, x: Tensor, weight: Tensor, buffer: Tensor) -> Tensor:
+    h.mul_(x * weight)
+    return h * 2
+
+
+def _returns_what_it_was(h: Tensor, x: Tensor, weight: Tensor, buffer: Tensor) -> Tensor:
+    before = h.clone()
+    h.add_(x * weight)
+    return before
+
+
+def _writes_two(h: Tensor, x: Tensor, weight: Tensor, buffer: Tensor) -> Tensor:
+    before = h.clone()
+    h.mul_(x * weight)
+    buffer.copy_(before.detach())
+    return before * weight
+
+
+def _writes_a_part(h: Tensor, x: Tensor, weight: Tensor, buffer: Tensor) -> Tensor:
+    before = h.t().clone().sin()
+    h[1:].mul_((x * weight)[1:])
+    return before * 2 + h.exp().t() @ buffer
+
+
+@pytest.mark.parametrize(
+    "write", [_reads_before, _multiplies, _returns_what_it_was, _writes_two, _writes_a_part]
+)
+@pytest.mark.parametrize("backend", ["eager", "triton"])
+def test_an_input_written_after_the_backward_reads_it(write: Any, backend: str) -> None:
+    """AOTAutograd saves the input itself, writes over it, and raises in the backward."""
+    found = []
+    for compiled in (False, True):
+        torch.manual_seed(2)
+        values = [torch.randn(4, 4).requires_grad_(i < 3) for i in range(4)]
+        run = trainfuse.compile(write, **{**OPTIONS, "backend": backend}) if compiled else write
+        h = values[0] * 1
+        out = run(h, *values[1:])
+        cotangents = [torch.randn_like(v) for v in (out, h)]
+        torch.autograd.backward([out, h], cotangents)
+        found.append([out.detach(), h.detach(), values[3], *(v.grad for v in values[:3])])
+    torch.testing.assert_close(found[1], found[0])
 
 
 @pytest.mark.parametrize("used", [True, False])

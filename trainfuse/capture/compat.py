@@ -16,8 +16,9 @@ from torch._dynamo.backends.common import aot_autograd as _aot_autograd
 from torch._dynamo.side_effects import SideEffects
 from torch._dynamo.variables import builder, constant, higher_order_ops, misc
 from torch._dynamo.variables.functions import UserFunctionVariable
+from torch._functorch._aot_autograd.schemas import MutationType
 from torch._functorch.autograd_function import AutogradFunctionApply, autograd_function_apply
-from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.fx.experimental.proxy_tensor import _get_proxies
 from torch.nn.modules import module as module_hooks
 from torch.optim import optimizer as optimizer_module
@@ -303,6 +304,11 @@ def is_compiled_node(node: Any) -> bool:
     return node.name() == "CompiledFunctionBackward"
 
 
+def without_values() -> contextlib.AbstractContextManager[Any]:
+    """Within it tensors are made, and operators run, without memory or arithmetic."""
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
 def saving_is_hooked() -> bool:
     """Whether what autograd saves here goes through hooks, as within a checkpoint."""
     return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
@@ -462,6 +468,19 @@ def written_inputs(count: int) -> set[int]:
         return set()
     lifted = len(facts.input_info) - count  # a module's own parameters come first
     return {i - lifted for i, info in enumerate(facts.input_info) if info.mutates_data}
+
+
+def written_after() -> set[int]:
+    """Which inputs of the graph in hand are written when it has run, not by it.
+
+    As a value that needs a gradient is. Within AOTAutograd's compilers.
+    """
+    context = torch._guards.TracingContext.try_get()
+    facts = None if context is None else context.fw_metadata
+    infos = () if facts is None else facts.input_info
+    return {
+        i for i, info in enumerate(infos) if info.mutation_type == MutationType.MUTATED_OUT_GRAPH
+    }
 
 
 def overwritten_with_history(examples: Sequence[Any]) -> bool:

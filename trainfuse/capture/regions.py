@@ -64,6 +64,8 @@ def region_backend(
                     static = source is not None and compat.static_by_address(source)
                     facts.append(input_fact(node.name, value, static, None))
                     values.append(value)
+                if kind == "forward":
+                    _copy_overwritten(traced)
                 captured = lift(traced, facts, values, kind)
                 if kind != "backward":
                     known.see(captured.graph, compat.written_inputs(len(placeholders)))
@@ -100,6 +102,19 @@ def region_backend(
         return torch.compiler.disable(region)
 
     return backend
+
+
+def _copy_overwritten(forward: fx.GraphModule) -> None:
+    """Give copies out of inputs that AOTAutograd writes when the forward has run."""
+    graph, output = forward.graph, forward.graph.output_node()
+    inputs = graph.find_nodes(op="placeholder")
+    values: Any = output.args[0]
+    for node in {inputs[i] for i in compat.written_after()} & set(values):
+        with graph.inserting_before(output):
+            copy = graph.call_function(torch.ops.aten.clone.default, (node,))
+        copy.meta = dict(node.meta)
+        values = tuple(copy if value is node else value for value in values)
+    output.args = (values,)
 
 
 class _PlainUpdates:

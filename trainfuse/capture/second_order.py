@@ -1,16 +1,19 @@
-"""A region as Dynamo calls it, and the gradients of its gradients.
+"""A region as Dynamo calls it, and what AOTAutograd's backward of it lacks.
 
-AOTAutograd's backward of a region has no derivative. Whether one is wanted shows when the backward
-runs in grad mode (`create_graph`): its gradients are then replaced by those of Dynamo's graph, run
-once more on the same inputs and with the same masks, after a comparison with the compiled ones.
-From then on the region runs eagerly.
+It has no derivative. Whether one is wanted shows when the backward runs in grad mode
+(`create_graph`): its gradients are then replaced by those of Dynamo's graph, run once more on the
+same inputs and with the same masks, after a comparison with the compiled ones. From then on the
+region runs eagerly.
+
+It knows no missing gradient. Where a result of the region isn't used, those that eager would leave
+out are left out again (see reach.py).
 """
 
 from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,9 +27,13 @@ from autodiff.graph import Refusal, TrainingGraph
 from autodiff.masks import ATTENTION, DROPOUT, Masks, installed
 from trainfuse.capture import compat
 from trainfuse.capture.overlap import OVERLAP, OverlapGuard
+from trainfuse.capture.reach import Outline, reached
 from trainfuse.errors import GradientOfGradient
 
 AGAIN = Refusal("capture", "its gradient is differentiated again (create_graph)")
+_ZEROS = "gradients of what the loss does not depend on are zeros, not None"
+_VIEWS = 8
+"""How many views apart a region's result and its compiled node are looked for."""
 _OVERLAPS = Refusal("capture", f"a call of a region runs eagerly: {OVERLAP}")
 
 Grads = Sequence[Tensor | None]
@@ -63,13 +70,16 @@ class _Wiring:
 
     root, depth: which result leads to the node, and by how many views. results: node output ->
     result. inputs: the input behind each of the node's edges, None where no gradient goes.
-    problem: why the region can't be repeated, or None.
+    views: node output -> every result or, after those, input as the call leaves it, that is it or a
+    view of it. outlines: of the inputs. problem: why the region can't be repeated, or None.
     """
 
     root: int
     depth: int
     results: dict[int, int]
     inputs: tuple[int | None, ...]
+    views: dict[int, list[int]]
+    outlines: tuple[Any, ...]
     problem: str | None
 
 
@@ -89,6 +99,7 @@ class Region:
     ) -> None:
         self._gm, self._compiled, self._facts, self._notice = gm, compiled, facts, notice
         self._wiring: _Wiring | None = None
+        self._reach: Sequence[Collection[int]] | None = None
         self._overlaps: OverlapGuard | None = None
 
     def __call__(self, *args: Any) -> Sequence[Any]:
@@ -103,10 +114,11 @@ class Region:
             return compiled(*args)
         states = compat.rng_states(args) if self._facts.draws else None
         wiring = self._wiring
-        versions = [_version(a) for a in args] if wiring is None else []
+        before = _Before.of(args) if wiring is None else None
         results = compiled(*args)
         if wiring is None:
-            wiring = self._wiring = _wire(args, results, versions)
+            assert before is not None
+            wiring = self._wiring = _wire(args, results, before)
         if wiring.root >= 0:
             node = _node(results[wiring.root], wiring.depth)
             node.register_hook(functools.partial(self._differentiated, _hold(args), states))
@@ -121,18 +133,45 @@ class Region:
             return guard.overlaps
         return guard.needed and guard.violated(args)
 
+    @torch.compiler.disable  # a backward within a target would have Dynamo trace it
     def _differentiated(
         self, held: list[Any], states: Any, grads: Grads, cotangents: Grads
     ) -> tuple[Tensor | None, ...] | None:
-        """The node's post hook: nothing to do unless the gradients get a graph of their own."""
+        """The node's post hook: gradients that get a graph of their own, and missing ones."""
         if not torch.is_grad_enabled():
-            return None
+            return self._left_out(grads, cotangents)
         made = self._repeated(held, states, grads, cotangents)
         self._compiled = None
         self._notice(AGAIN)
         if isinstance(made, str):
             raise GradientOfGradient(reason=made)
         return made
+
+    def _left_out(self, grads: Grads, cotangents: Grads) -> tuple[Tensor | None, ...] | None:
+        """The gradients without those that no cotangent reaches, or None where all are reached."""
+        wiring = self._wiring
+        assert wiring is not None
+        used = {k for k, g in enumerate(cotangents) if g is not None}
+        if used >= wiring.views.keys() or not used <= wiring.views.keys():
+            return None
+        reach = self._reach
+        if reach is None:
+            reach = self._reach = self._follow(wiring)
+        kept = {i for k in used for value in wiring.views[k] for i in reach[value]}
+        return tuple(
+            grad if index is None or index in kept else None
+            for grad, index in zip(grads, wiring.inputs, strict=True)
+        )
+
+    def _follow(self, wiring: _Wiring) -> Sequence[Collection[int]]:
+        try:
+            with _as_before(self._facts, None):
+                return reached(self._gm, wiring.outlines)
+        except Exception as error:  # whatever an operator raises that can't do without values
+            line = str(error).strip().partition("\n")[0]
+            self._notice(Refusal("capture", f"{_ZEROS}: {line}"))
+            everything = range(len(wiring.outlines))
+            return [everything] * (1 + max(v for views in wiring.views.values() for v in views))
 
     def _repeated(
         self, held: list[Any], states: Any, grads: Grads, cotangents: Grads
@@ -185,6 +224,36 @@ def _is_leaf(tensor: Tensor) -> bool:
     return tensor.requires_grad and tensor.is_leaf
 
 
+@dataclass(frozen=True, slots=True)
+class _Before:
+    """A region's inputs before its call.
+
+    versions: how often each was written. edges: where its gradient goes -> its position. nodes:
+    compiled nodes of other regions that it is a result of. outlines: see reach.py.
+    """
+
+    versions: list[int | None]
+    edges: dict[tuple[Any, int], int]
+    nodes: set[Any]
+    outlines: tuple[Any, ...]
+
+    @classmethod
+    def of(cls, args: Sequence[Any]) -> _Before:
+        """Of the inputs of a call to come."""
+        edges = {
+            tuple(torch.autograd.graph.get_gradient_edge(a))[:2]: i
+            for i, a in enumerate(args)
+            if isinstance(a, Tensor) and a.requires_grad
+        }
+        sources = (_source(a) for a in args)
+        return cls(
+            [_version(a) for a in args],
+            edges,
+            {source[1] for source in sources if source is not None},
+            tuple(Outline.of(a) for a in args),
+        )
+
+
 def _version(value: Any) -> int | None:
     return value._version if isinstance(value, Tensor) and not value.is_inference() else None
 
@@ -192,27 +261,32 @@ def _version(value: Any) -> int | None:
 def _node(result: Tensor, depth: int) -> Any:
     node: Any = result.grad_fn
     for _ in range(depth):
-        node = node.next_functions[0][0]
+        node = node.next_functions[-1][0]
     return node
 
 
-def _wire(args: Sequence[Any], results: Sequence[Any], versions: Sequence[int | None]) -> _Wiring:
-    """versions: of the inputs before the call."""
-    root, depth, node = _find_node(results)
+def _wire(args: Sequence[Any], results: Sequence[Any], before: _Before) -> _Wiring:
+    root, depth, node = -1, 0, None
+    whole: dict[int, int] = {}
+    views: dict[int, list[int]] = {}
+    for i, value in enumerate((*results, *args)):
+        source = _source(value)
+        # what the region makes of an input, as a view, leads to the node that made the input
+        if source is None or source[1] in before.nodes:
+            continue
+        if node is None and i < len(results):
+            root, depth, node = i, *source[:2]
+        if source[1] is node:
+            views.setdefault(source[2], []).append(i)
+            if source[0] == 0 and i < len(results):
+                whole[source[2]] = i
     if node is None:
-        return _Wiring(-1, 0, {}, (), None)
-    outputs = {
-        r.output_nr: i for i, r in enumerate(results) if isinstance(r, Tensor) and r.grad_fn is node
-    }
-    edges = {
-        tuple(torch.autograd.graph.get_gradient_edge(a))[:2]: i
-        for i, a in enumerate(args)
-        if isinstance(a, Tensor) and a.requires_grad
-    }
+        return _Wiring(-1, 0, {}, (), {}, before.outlines, None)
+    edges = before.edges
     inputs = tuple(None if n is None else edges.get((n, nr)) for n, nr in node.next_functions)
     written = any(
         old is not None and old != _version(a) and a.requires_grad
-        for old, a in zip(versions, args, strict=True)
+        for old, a in zip(before.versions, args, strict=True)
     )
     problem = "it writes to an input that requires a gradient" if written else None
     if any(
@@ -220,20 +294,21 @@ def _wire(args: Sequence[Any], results: Sequence[Any], versions: Sequence[int | 
         for index, edge in zip(inputs, node.next_functions, strict=True)
     ):
         problem = problem or "two of its inputs share memory"
-    return _Wiring(root, depth, outputs, inputs, problem)
+    return _Wiring(root, depth, whole, inputs, views, before.outlines, problem)
 
 
-def _find_node(results: Sequence[Any]) -> tuple[int, int, Any]:
-    """The first result that leads to the compiled node, over how many views, and the node."""
-    for index, result in enumerate(results):
-        node: Any = result.grad_fn if isinstance(result, Tensor) else None
-        for depth in range(4):
-            if node is None:
-                break
-            if compat.is_compiled_node(node):
-                return index, depth, node
-            node = node.next_functions[0][0] if node.next_functions else None
-    return -1, 0, None
+def _source(value: Any) -> tuple[int, Any, int] | None:
+    """The compiled node that a tensor comes from: over how many views, the node, which output."""
+    node: Any = value.grad_fn if isinstance(value, Tensor) else None
+    number = value.output_nr if node is not None else 0
+    for depth in range(_VIEWS):
+        if node is None:
+            break
+        if compat.is_compiled_node(node):
+            return depth, node, number
+        # a view has one operand; of a copy, and of one into a view, the source is the last
+        node, number = node.next_functions[-1] if node.next_functions else (None, 0)
+    return None
 
 
 @contextmanager
