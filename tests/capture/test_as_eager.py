@@ -159,3 +159,40 @@ def test_a_value_with_history_over_an_input_without(used: bool) -> None:
     for mine, theirs in zip(*found, strict=True):
         torch.testing.assert_close(mine, theirs)
     assert any("needs no" in refusal.reason for refusal in compiled.explain().refusals)
+
+
+MARGINS = {
+    "rows": lambda x: functional.multi_margin_loss(x, torch.tensor([1, 0, 4]), reduction="none"),
+    "squares, weighted": lambda x: functional.multi_margin_loss(
+        x, torch.tensor([1, 0, 4]), p=2, margin=0.7, weight=torch.arange(1.0, 6.0)
+    ),
+    "one row": lambda x: functional.multi_margin_loss(x[0], torch.tensor(3), reduction="none"),
+    "labels": lambda x: functional.multilabel_margin_loss(
+        x, torch.tensor([[1, 3, -1, 0, 2], [0, 1, 2, 3, 4], [-1, 1, 1, 1, 1]]), reduction="none"
+    ),
+    "labels of one row": lambda x: functional.multilabel_margin_loss(
+        x[1], torch.tensor([2, 2, 0, -1, 1])
+    ),
+}
+
+
+@pytest.mark.parametrize("learns", [True, False])
+@pytest.mark.parametrize("odd", [0.0, float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("name", MARGINS)
+def test_margin_losses_leave_out_what_is_no_number(name: str, odd: float, learns: bool) -> None:
+    """ATen's kernels ask `z > 0`, torch's decompositions clamp."""
+    function, generator = MARGINS[name], torch.Generator().manual_seed(4)
+    x = torch.randn(3, 5, generator=generator)
+    x[0, 2] = x[1, 4] = odd
+    found = []
+    for run in (function, trainfuse.compile(function, **{**OPTIONS, "backend": "eager"})):
+        leaf = x.clone().requires_grad_(learns)
+        with torch.set_grad_enabled(learns):
+            loss = run(leaf)
+        if learns:
+            loss.sum().backward()
+        found.append((loss.detach(), leaf.grad))
+    (ours, our_gradient), (eager, gradient) = reversed(found)
+    torch.testing.assert_close(ours, eager, equal_nan=True)
+    if learns:
+        torch.testing.assert_close(our_gradient, gradient, equal_nan=True)

@@ -16,6 +16,7 @@ from torch._functorch._aot_autograd.schemas import MemoryFormatMeta
 from torch._inductor.decomposition import select_decomp_table
 from torch._prims_common import compute_elementwise_output_logical_to_physical_perm
 
+from autodiff.margins import multi_margin_loss, multilabel_margin_loss
 from autodiff.upsampling import upsample_linear
 from trainfuse.capture.overlap import may_overlap_itself
 
@@ -23,12 +24,12 @@ from trainfuse.capture.overlap import may_overlap_itself
 @contextlib.contextmanager
 def traced_as_eager() -> Iterator[None]:
     """What AOTAutograd traces within computes what eager does, laid out as eager's."""
-    with (
-        _weighted_upsampling(),
-        _cotangents_like_outputs(),
-        _dropout_of_nothing_is_its_input(),
-        _nothing_donated(),
-    ):
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_weighted_upsampling())
+        stack.enter_context(_cotangents_like_outputs())
+        stack.enter_context(_nothing_donated())
+        for op, formula in _FORMULAS.items():
+            stack.enter_context(_decomposed(op, formula))
         yield
 
 
@@ -86,21 +87,31 @@ def _cotangents_like_outputs() -> contextlib.AbstractContextManager[None]:
 
 
 @contextlib.contextmanager
-def _dropout_of_nothing_is_its_input() -> Iterator[None]:
-    """Dropout that drops nothing gives its input within, as in eager; torch 2.11 traces a copy."""
-    op = torch.ops.aten.dropout.default
+def _decomposed(op: Any, formula: Callable[..., Any]) -> Iterator[None]:
+    """Within, autograd records a formula where torch has one of its own in Python for the operator.
+
+    That one is a kernel of the operator, which no table overrules.
+    """
     stock = dict(op.py_kernels)
-
-    def dropout(x: Tensor, p: float, train: bool | None) -> Tensor:
-        return torch.ops.aten.native_dropout(x, p, train)[0] if train and p != 0 else x
-
     try:
-        op.py_kernels.update(dict.fromkeys(stock, dropout))
+        op.py_kernels.update(dict.fromkeys(stock, formula))
         op._dispatch_cache.clear()
         yield
     finally:
         op.py_kernels.update(stock)
         op._dispatch_cache.clear()
+
+
+def _dropout(x: Tensor, p: float, train: bool | None) -> Tensor:
+    """Dropout that drops nothing gives its input, as in eager; torch 2.11 traces a copy."""
+    return torch.ops.aten.native_dropout(x, p, train)[0] if train and p != 0 else x
+
+
+_FORMULAS = {
+    torch.ops.aten.dropout.default: _dropout,
+    torch.ops.aten.multi_margin_loss.default: multi_margin_loss,
+    torch.ops.aten.multilabel_margin_loss_forward.default: multilabel_margin_loss,
+}
 
 
 # -- decompositions
@@ -185,4 +196,4 @@ def capture_decompositions() -> dict[Any, Callable[..., Any]]:
         and not rule.__module__.startswith("torch._inductor")
     }
     laid_out = {op: _laid_out(op, count, rules.get(op)) for op, count in _LAID_OUT_AS.items()}
-    return rules | laid_out
+    return rules | laid_out | _FORMULAS

@@ -51,7 +51,11 @@ def fresh(fn: Step, args: Any, dtype: torch.dtype | None = None) -> tuple[Step, 
 
 
 def differentiate(fn: Step, args: Any, seed: int, call: Step | None = None) -> Run:
-    """Call fn (or, in its place, call) and take its gradients under random cotangents."""
+    """Call fn (or, in its place, call) and take its gradients under random cotangents.
+
+    Of several outputs, one alone has a backward of its own first: what else it doesn't depend on
+    has no gradient then.
+    """
     leaves = tensors(args)
     state = _state(fn, args)
     inputs = {f"d_arg{i}": a for i, a in enumerate(leaves) if a.requires_grad}
@@ -61,14 +65,26 @@ def differentiate(fn: Step, args: Any, seed: int, call: Step | None = None) -> R
     outputs = {f"output{i}": o for i, o in enumerate(tensors((call or fn)(*args)))}
     learns = {name: o.requires_grad for name, o in outputs.items()}
     results = clones(outputs.items())
-    roots = [o for o in outputs.values() if o.requires_grad]
+    names = [name for name, o in outputs.items() if o.requires_grad]
+    roots = [outputs[name] for name in names]
     if inputs and roots:
         generator = torch.Generator().manual_seed(seed)
         cotangents = [
             torch.randn(o.shape, generator=generator, dtype=torch.float64).to(o) for o in roots
         ]
-        grads = torch.autograd.grad(roots, list(inputs.values()), cotangents, allow_unused=True)
-        results |= clones(zip(inputs, grads, strict=True))
+        uses = {"": slice(None)}
+        if len(roots) > 1:
+            index = seed % len(roots)
+            uses = {f" of {names[index]}": slice(index, index + 1), **uses}
+        for of, use in uses.items():
+            grads = torch.autograd.grad(
+                roots[use],
+                list(inputs.values()),
+                cotangents[use],
+                retain_graph=bool(of),
+                allow_unused=True,
+            )
+            results |= clones(zip([f"{name}{of}" for name in inputs], grads, strict=True))
     if isinstance(fn, nn.Module):
         results |= {f"buffer_{n}": b.detach().clone() for n, b in fn.named_buffers()}
     # what the call wrote to its arguments
@@ -90,8 +106,9 @@ def assert_gradients_match(
 
     fn: a function of tensors, or a module (copied; never changed). args: its arguments, cloned;
     gradients are taken of those that require them and of the module's parameters, under random
-    cotangents. dtype: run in this type instead of the arguments' own. compile_fn: how to compile
-    (default `trainfuse.compile`). rng: "eager" where dropout's masks are to be torch's own.
+    cotangents, of all outputs and of one alone. dtype: run in this type instead of the arguments'
+    own. compile_fn: how to compile (default `trainfuse.compile`). rng: "eager" where dropout's
+    masks are to be torch's own.
     Raises AssertionError; returns the report otherwise.
     """
     if compile_fn is None:

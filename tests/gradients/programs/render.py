@@ -152,9 +152,10 @@ def _model(program: Program) -> str:
     used = {name for line in program.body for name in line.uses}
     forward = [f"{leaf.name} = self.{leaf.name}" for leaf in own if leaf.name in used]
     forward += body_lines(program.body) + _loss_lines(program)
-    # attached, an output that no backward has freed keeps a step from being whole; and a region's
-    # parameter behind such an output has zeros for a gradient where eager has None
-    outputs = [f"{name}.detach()" for name in program.outputs]
+    # attached, an output that no backward has freed keeps a step from being whole; in a region,
+    # parameters behind it alone have no gradient
+    detached = ".detach()" if program.compile.capture == "whole" else ""
+    outputs = [f"{name}{detached}" for name in program.outputs]
     forward.append(f"return ({_returned(_losses(program))}), ({_returned(outputs)})")
     return (
         "\nclass Model(nn.Module):\n    def __init__(self):\n"
