@@ -13,7 +13,7 @@ _KEY_B = 0xBB67AE85
 _ROUND_A = 0xD2511F53
 _ROUND_B = 0xCD9E8D57
 _ROUNDS = 7
-"""The fewest that pass all of BigCrush, by the paper; the dropout of flash attention has as many."""
+"""The fewest that pass all of BigCrush, by the paper; flash attention's dropout has as many."""
 # Counters that are computed at a time: a mask takes little more memory than itself.
 _PIECE = 1 << 20
 KEEP_MASK = "trainfuse.keep_mask.default"
