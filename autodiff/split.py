@@ -17,6 +17,7 @@ from .recompute import Choice, RecomputeReport, choose, save_all, saved_values
 from .rereads import reread_less
 from .rng import functionalize_dropout
 from .signs import save_less_of_signs
+from .softmaxes import save_less_of_softmaxes
 
 
 def partition(
@@ -41,6 +42,8 @@ def partition(
     tg = joint_graph(joint, num_fwd_outputs, static)
     if fast_rng:
         tg = functionalize_dropout(tg)
+    if recompute:
+        tg = save_less_of_softmaxes(tg)
     tg = save_less_of_pools(cleanup(decompose(tg, {**losses(), **channel_norms()})))
     if recompute:
         tg = reread_less(tg)

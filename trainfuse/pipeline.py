@@ -20,6 +20,7 @@ from autodiff.rereads import reread_less
 from autodiff.rng import functionalize_dropout
 from autodiff.signs import save_less_of_signs
 from autodiff.slicing import Slices, slice_graph
+from autodiff.softmaxes import save_less_of_softmaxes
 from autodiff.verify import verify
 from trainfuse import log
 from trainfuse.codegen.ir import GroupKernel
@@ -91,8 +92,10 @@ def _decompose(state: State) -> State:
 
 def _rereads(state: State) -> State:
     facts = state.facts
-    wanted = facts.kind == "whole_step" and facts.settings.recompute
-    return replace(state, graph=save_less_of_signs(reread_less(state.graph))) if wanted else state
+    if facts.kind != "whole_step" or not facts.settings.recompute:
+        return state
+    graph = save_less_of_signs(reread_less(save_less_of_softmaxes(state.graph)))
+    return replace(state, graph=graph)
 
 
 def _recompute(state: State) -> State:

@@ -19,7 +19,7 @@ import autodiff.rng  # noqa: F401 -- registers trainfuse.keep_mask
 from autodiff.graph import Refusal
 from trainfuse.codegen.choices import Choice
 from trainfuse.codegen.lower import lower_nodes
-from trainfuse.codegen.targets import SIMULATED, CodegenOptions, Target
+from trainfuse.codegen.targets import H200, SIMULATED, CodegenOptions, Target
 from trainfuse.fusion.domains import infer
 
 aten = torch.ops.aten
@@ -209,3 +209,13 @@ def test_words_beyond_2_31_are_numbered_in_64_bits() -> None:
     for x, wide in ((rows, True), (short, False)):
         case = trace(masked(lambda m, x: m & x), [SEED, x])
         assert ("tl.int64" in lowered(case, TARGETS["gpu"]).source) == wide
+
+
+@pytest.mark.parametrize("width", [255, 512])
+def test_a_program_that_draws_has_half_as_many_rows(width: int) -> None:
+    """Words take registers: with as many rows as without them, too few programs run at once."""
+    args = [SEED, randn(8192, width).bfloat16()]
+    drawn = lowered(trace(masked(lambda m, x: F.softmax(x, -1) * m), args, NORMS), H200)
+    plain = lowered(trace(lambda seed, x: F.softmax(x, -1) * 2, args, NORMS), H200)
+    (many, *_), (few, *_) = (kernel.launches[0].grid for kernel in (drawn, plain))
+    assert many == 2 * few

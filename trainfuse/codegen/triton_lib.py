@@ -236,11 +236,11 @@ def _kept(word, dropped: tl.constexpr):
 
 @triton.jit
 def _philox(seed, offset, quad):
-    """Four words a quad: Philox4x32-10, as tl.philox."""
+    """Four words a quad: Philox4x32-7, as `autodiff.philox`."""
     k0, k1 = _words(seed)
     c0, c2 = _words(quad)
     c1, c3 = (c0 * 0 + offset).to(tl.uint32), c0 * 0
-    for _ in tl.static_range(10):
+    for _ in tl.static_range(7):
         low_0, high_0 = product(c2, tl.full([], 0xCD9E8D57, tl.uint32))
         low_1, high_1 = product(c0, tl.full([], 0xD2511F53, tl.uint32))
         c0, c1, c2, c3 = high_0 ^ c1 ^ k0, low_0, high_1 ^ c3 ^ k1, low_1

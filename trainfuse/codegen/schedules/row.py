@@ -11,7 +11,7 @@ from dataclasses import replace
 from torch import fx
 
 from trainfuse.codegen import reductions
-from trainfuse.codegen.builder import Builder, Group
+from trainfuse.codegen.builder import Builder, Group, masks
 from trainfuse.codegen.choices import Choice, products
 from trainfuse.codegen.held_reductions import reduce_held
 from trainfuse.codegen.ir import Module
@@ -59,8 +59,9 @@ from trainfuse.fusion.classify import in_odd_pieces
 MAX_WARPS = 16
 CHUNK_WARPS = 8
 # Elements of a program of short rows. One warp, while its registers hold them: a reduction within
-# a warp needs no barrier, and programs are many enough to fill the machine.
-ROW_ELEMENTS = 1024
+# a warp needs no barrier, and programs are many enough to fill the machine. Of masks that are drawn
+# words, too, are held.
+ROW_ELEMENTS, DRAWN_ELEMENTS = 1024, 512
 # Registers a thread that live tiles may take, of 255; the rest is addresses and partial results.
 TILE_REGISTERS = 128
 # Beyond this much a kernel spills whatever the compiler does, for which it takes half a minute.
@@ -166,7 +167,8 @@ def rows_and_warps(
     if target.interpreted:
         return min(power_of_two(total), floor_power(max(1, (1 << 15) // held))), 4
     least = narrowest(group)
-    rows = min(floor_power(max(1, ROW_ELEMENTS // held)), power_of_two(total))
+    elements = DRAWN_ELEMENTS if masks(group) else ROW_ELEMENTS
+    rows = min(floor_power(max(1, elements // held)), power_of_two(total))
     while rows > least and divide_up(total, rows) < 2 * target.num_sms:
         rows //= 2
     if least > 1:
