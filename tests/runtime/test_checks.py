@@ -218,7 +218,7 @@ def test_an_update_s_exact_side_is_torch_s_step_in_fp64(
         return loss.detach()
 
     seen: list[tuple[Any, ...]] = []
-    own = update_check._flat
+    own = update_check._beside_fp64
 
     def kept(call: Any, step: Any, batch: Any) -> Any:
         made = own(call, step, batch)
@@ -226,7 +226,8 @@ def test_an_update_s_exact_side_is_torch_s_step_in_fp64(
         seen.append((step, before, torch.cat([piece.grad for piece in batch]), made))
         return made
 
-    monkeypatch.setattr(update_check, "_flat", kept)
+    monkeypatch.setattr(update_check, "_beside_fp64", kept)
+    monkeypatch.setattr(update_check, "_distance", lambda size, _: (size, 0.0, size))  # all are far
     train(trainfuse.compile(step, backend="triton", verify=1))
     assert [count for count, *_ in seen] == [0, 1, 2]
     for count, before, grad, made in seen:
@@ -241,6 +242,38 @@ def test_an_update_s_exact_side_is_torch_s_step_in_fp64(
             torch.testing.assert_close(exact, expected[role], rtol=1e-12, atol=1e-300)
             assert native.dtype is torch.float32
             torch.testing.assert_close(native.double(), exact, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(("off", "wrong"), [(1.0, False), (1 + 5e-7, False), (1 + 1e-6, True)])
+def test_only_what_is_far_from_torch_s_step_is_computed_in_fp64(
+    off: float,
+    wrong: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """An error is at most torch's own and the distance to it: a rounding's distance will do."""
+    monkeypatch.setattr(foreach, "compare_update", lambda *_: None)
+    launch = foreach.ForeachLauncher.__call__
+
+    def nearly(self: Any, entries: Any) -> None:
+        launch(self, entries)
+        entries[0]["param"].mul_(off)  # 24 elements
+
+    monkeypatch.setattr(foreach.ForeachLauncher, "__call__", nearly)
+    asked: list[list[int]] = []
+    own = update_check._beside_fp64
+    monkeypatch.setattr(
+        update_check,
+        "_beside_fp64",
+        lambda call, step, batch: (
+            asked.append([piece.position for piece in batch]),
+            own(call, step, batch),
+        )[1],
+    )
+    _, step = make("AdamW")
+    train(trainfuse.compile(step, backend="triton", verify="step"), 1)
+    assert asked == ([] if off == 1.0 else [[0]]), "the one parameter alone"
+    assert bool(warnings_of(caplog)) is wrong
 
 
 def test_a_right_update_is_torch_s_own_step_to_rounding(monkeypatch: pytest.MonkeyPatch) -> None:

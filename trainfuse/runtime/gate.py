@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, fx
@@ -95,7 +95,15 @@ def _evaluated(
     budget = None if free is None else int(SHARE * free)
     keep = None if budget is None else budget // 4
     plan = schedule(nodes, wanted, wide=wide, budget=budget, keep=keep)
-    return evaluate(plan, env, Widened(Boundary()) if wide else Native())
+    values = evaluate(plan, env, Widened(Boundary()) if wide else Native())
+    return {node: _at_least(value, node.meta.get("val")) for node, value in values.items()}
+
+
+def _at_least(value: Any, like: Any) -> Any:
+    """A value in no narrower a type than the graph's: casts pass on what they read as it is held."""
+    if not isinstance(value, Tensor) or value.dtype.itemsize >= like.dtype.itemsize:
+        return value
+    return value.to(like.dtype)
 
 
 def bytes_to_check(group: FusionGroup) -> int:
