@@ -100,7 +100,7 @@ def _evaluated(
 
 
 def _at_least(value: Any, like: Any) -> Any:
-    """A value in no narrower a type than the graph's: casts pass on what they read as it is held."""
+    """A value in no narrower a type than the graph's: a cast passes on what it reads."""
     if not isinstance(value, Tensor) or value.dtype.itemsize >= like.dtype.itemsize:
         return value
     return value.to(like.dtype)
