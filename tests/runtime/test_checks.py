@@ -15,12 +15,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import trainfuse
-from autodiff import norms
+from autodiff import mismatch, norms
 from tests.runtime.checked import QUIET, batches, make, train, warnings_of
 from tests.runtime.graphs import run_alone
 from trainfuse import pipeline, plans
 from trainfuse.capture import optimizers, whole_step
-from trainfuse.runtime import finite, foreach, program, step_gate, update_check
+from trainfuse.runtime import finite, foreach, gate, program, step_gate, update_check
 from trainfuse.runtime.captured import CapturedStep
 from trainfuse.runtime.gate import Gate
 
@@ -540,3 +540,32 @@ def test_a_plan_keeps_no_batch_alive(verify: str | int) -> None:
         compiled(batches_.pop())
     gc.collect()
     assert [ref() for ref in seen] == [None] * 3
+
+
+def test_an_update_s_own_check_plans_its_reference_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For all parameters, whose results are all launched before one is waited for."""
+    planned: list[bool] = []
+    own, compare = gate.schedule, foreach.compare_update
+    monkeypatch.setattr(gate, "schedule", lambda *a, **k: (planned.append(True), own(*a, **k))[1])
+    events: list[str] = []
+    for name in ("__init__", "wrong"):
+        method = getattr(mismatch.Comparison, name)
+        monkeypatch.setattr(
+            mismatch.Comparison,
+            name,
+            lambda *a, name=name, method=method: (events.append(name), method(*a))[1],
+        )
+    counts: list[int] = []
+
+    def counted(*args: Any) -> str | None:
+        planned.clear()
+        events.clear()
+        wrong = compare(*args)
+        counts.append(len(planned))
+        launched = events.index("wrong")
+        assert launched == len(events) - launched == 4 * 6
+        return wrong
+
+    monkeypatch.setattr(foreach, "compare_update", counted)
+    train(trainfuse.compile(make("AdamW")[1], backend="triton"), 1)
+    assert counts == [2, 2], "in its own precision and one higher, with new state and old"

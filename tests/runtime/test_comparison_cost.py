@@ -101,13 +101,13 @@ def test_a_comparison_is_a_few_calls_a_node(monkeypatch: pytest.MonkeyPatch) -> 
     )
     few, many = compared(2), compared(10)
     launches, views, nodes = (a - b for a, b in zip(many, few, strict=True))
-    # eager's own step is 0.8 of the launches a node, the reference 0.7
-    assert launches <= 2.1 * nodes, f"{launches / nodes:.2f} launches a node"
-    assert views <= 1.8 * nodes, f"{views / nodes:.2f} views a node"
+    # eager's own step is 0.8 of the launches a node, the reference 0.6
+    assert launches <= 1.8 * nodes, f"{launches / nodes:.2f} launches a node"
+    assert views <= 1.65 * nodes, f"{views / nodes:.2f} views a node"
     # what does not depend on the model's size: figures read, random states, an optimizer made, and
     # all dropout masks, drawn at once in 60
     fixed = few[0] - launches * few[2] / nodes
-    assert fixed <= 200, f"{fixed:.0f} launches of any comparison"
+    assert fixed <= 180, f"{fixed:.0f} launches of any comparison"
 
 
 @torch.library.custom_op("trainfuse_tests::doubled", mutates_args=())

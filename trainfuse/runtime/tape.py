@@ -70,6 +70,8 @@ class Tape(TorchDispatchMode):
         self._names: Any = WeakIdKeyDictionary()
         self._inputs = [f"i{n}" for n in range(len(inputs))]
         for name, value in zip(self._inputs, inputs, strict=True):
+            if value in self._names:
+                raise Untaped("an input is passed twice")
             self._names[value] = name
         self._lines: list[_Line] = []
         self._scope: dict[str, Any] = {}
