@@ -276,6 +276,24 @@ def test_only_what_is_far_from_torch_s_step_is_computed_in_fp64(
     assert bool(warnings_of(caplog)) is wrong
 
 
+def test_where_most_are_far_torch_alone_is_not_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(update_check, "_distance", lambda size, _: (size, 0.0, size))
+    asked: list[str] = []
+    for name in ("_beside_torch", "_beside_fp64"):
+        own = getattr(update_check, name)
+        monkeypatch.setattr(
+            update_check, name, lambda *a, n=name, own=own: (asked.append(n), own(*a))[1]
+        )
+    _, step = make("AdamW")
+    compiled = trainfuse.compile(step, backend="triton", verify=1)
+    train(compiled, 1)
+    assert asked == ["_beside_torch", "_beside_fp64", "_beside_torch"]
+    asked.clear()
+    train(compiled, 1)
+    assert asked == ["_beside_fp64", "_beside_torch"], "what fp64 is held beside"
+    assert compiled.stats()["gate"] == "pass"
+
+
 def test_a_right_update_is_torch_s_own_step_to_rounding(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rates, betas and counters as the user sees them, over steps, loads and a schedule."""
     seen: list[Any] = []

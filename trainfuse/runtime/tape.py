@@ -85,6 +85,7 @@ class Tape(TorchDispatchMode):
         reads: list[str] = []
         shown = [self._show(value, reads) for value in args]
         shown += [f"{name}={self._show(value, reads)}" for name, value in kwargs.items()]
+        self._latest = None
         # kept until the next call: a weak reference would not outlive the way back to the caller
         self._latest = made = func(*args, **kwargs)
         several = isinstance(made, list | tuple)

@@ -16,7 +16,7 @@ from autodiff.norms import Numbers, figures_of_parts, measure_parts, norms_of_pa
 from trainfuse.runtime.room import SHARE, free_bytes
 
 if TYPE_CHECKING:
-    from trainfuse.runtime.foreach import UpdateCall
+    from trainfuse.runtime.foreach import BucketCall, UpdateCall
 
 Tensors = dict[str, Tensor]
 Item = tuple[Tensor, ...]
@@ -90,12 +90,7 @@ class UpdateCheck:
     ) -> None:
         self._factor = factor
         self._buckets = [
-            _BucketCheck(
-                call,
-                {p: (params[p], grads[p]) for p in bucket.positions},
-                bucket.template.written,
-                old,
-            )
+            _BucketCheck(bucket, {p: (params[p], grads[p]) for p in bucket.positions}, old)
             for bucket in call.buckets
         ]
 
@@ -116,12 +111,12 @@ class _BucketCheck:
 
     def __init__(
         self,
-        call: UpdateCall,
+        bucket: BucketCall,
         tensors: Mapping[int, tuple[Tensor, Tensor]],
-        written: Sequence[str],
         old: Callable[[Tensor], Tensor],
     ) -> None:
         """tensors: parameters and their gradients, by position."""
+        self._bucket, call, written = bucket, bucket.call, bucket.template.written
         self._call, self._params = call, {p: param for p, (param, _) in tensors.items()}
         counts = call.handle.visible_steps([call.indices[p] for p in tensors])
         self._steps = dict(zip(tensors, counts, strict=True))
@@ -131,7 +126,9 @@ class _BucketCheck:
             self._counted = Numbers(call.handle.step_vector(device))
         roles = [role for role in written if role != "step"]
         self._values = {p: _values(call, p, roles, *both, old) for p, both in tensors.items()}
-        self._near = self._launched(self._values, _beside_torch)
+        # where most are far, each comparison would be the second one
+        sides = _beside_fp64 if bucket.is_far else _beside_torch
+        self._first = self._launched(self._values, sides)
         self.finite = False
 
     def wrong(self, factor: float) -> tuple[int, TensorError] | None:
@@ -142,12 +139,15 @@ class _BucketCheck:
                 now = counted[self._call.indices[position]]
                 if step is not None and now != step + 1:
                     return position, TensorError("step", 0, abs(now - step - 1), 0.0, 2.0)
-        squares, self.finite = _squares(self._near, looked_at=False)
-        beyond = _beyond(squares, self._params, factor, _distance)
-        if not beyond:
-            return None
-        far = {p: self._values[p] for p, _ in beyond}
-        squares, _ = _squares(self._launched(far, _beside_fp64), looked_at=True)
+        is_far = self._bucket.is_far
+        squares, self.finite = _squares(self._first, looked_at=is_far)
+        if not is_far:
+            beyond = _beyond(squares, self._params, factor, _distance)
+            if not beyond:
+                return None
+            self._bucket.is_far = 2 * len(beyond) > len(self._params)
+            far = {p: self._values[p] for p, _ in beyond}
+            squares, _ = _squares(self._launched(far, _beside_fp64), looked_at=True)
         return next(iter(_beyond(squares, self._params, factor, _error)), None)
 
     def _launched(self, values: Mapping[int, _Piece], sides: _Sides) -> list[_Measured]:
