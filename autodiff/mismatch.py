@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from .compare import luck
+from .norms import Numbers
 
 _WRONG_FRACTION = 1e-3
 """Share of integer or boolean elements that may differ where fp64 itself decides otherwise."""
@@ -37,37 +38,64 @@ def mismatch(ours: Tensor, native: Tensor, exact: Tensor, factor: float) -> str 
     Results of few elements get room for luck. Works in pieces where `ours` is, so that no fp64
     copy of a large result is made.
     """
-    if ours.shape != native.shape or ours.dtype != native.dtype:
-        return f"{ours.dtype} {tuple(ours.shape)} for {native.dtype} {tuple(native.shape)}"
-    if ours.numel() == 0:
+    return Comparison(ours, native, exact, factor).wrong()
+
+
+class Comparison:
+    """`mismatch` under way: launched when it is made, and waited for when it is read."""
+
+    def __init__(self, ours: Tensor, native: Tensor, exact: Tensor, factor: float) -> None:
+        self._factor, self._figures, self._odd = factor, None, None
+        if ours.shape != native.shape or ours.dtype != native.dtype:
+            mine, theirs = f"{ours.dtype} {tuple(ours.shape)}", f"{native.dtype}"
+            self._odd = f"{mine} for {theirs} {tuple(native.shape)}"
+            return
+        if ours.is_complex():
+            ours, native, exact = (
+                torch.view_as_real(t.resolve_conj()) for t in (ours, native, exact)
+            )
+        self._dtype, self._count = ours.dtype, ours.numel()
+        if not self._count:
+            return
+        flat = [t.reshape(-1).split(_PIECE) for t in (ours, native, exact)]
+        self._pieces = _Pieces(list(zip(*flat, strict=True)), ours.device)
+        if not ours.dtype.is_floating_point:
+            found = torch.stack([_differing(*piece) for piece in self._pieces])
+            self._figures = Numbers(found.sum(0))
+            return
+        self._eps = _EPSILON.get(ours.dtype, 1e-1)
+        sizes = torch.stack([_finite(piece)[2].abs().sum() for piece in self._pieces])
+        scale = sizes.sum() / self._count * self._eps + torch.finfo(torch.float64).tiny
+        cap = min(_RELATIVE_CAP * self._eps, 1.0)
+        figures = torch.stack([_figures(piece, scale, cap) for piece in self._pieces])
+        self._figures = Numbers(torch.cat([figures[:, :3].amax(0), figures[:, 3:].sum(0)]))
+
+    def wrong(self) -> str | None:
+        """What is, or None."""
+        if self._odd is not None or self._figures is None:
+            return self._odd
+        figures = self._figures.read().tolist()
+        if not self._dtype.is_floating_point:
+            wrong, eager = map(int, figures)
+            allowed = math.floor(self._factor * eager + _WRONG_FRACTION * self._count)
+            return None if wrong <= allowed else f"{wrong} elements differ, eager's own {eager}"
+        largest, total = figures[:3], figures[3:]
+        if total[5] < self._count:
+            for piece in self._pieces:
+                if (where := _wrong_specials(*piece)) is not None:
+                    return where
+        eps, count = self._eps, max(total[5], 1.0)
+        rms = [math.sqrt(value / count) for value in total[:3]]
+        checks = (
+            ("largest error", largest[0], largest[1], eps * largest[2]),
+            ("rms error", rms[0], rms[1], eps * rms[2]),
+            ("mean relative error", total[3] / count, total[4] / count, 4 * eps),
+        )
+        for name, got, theirs, slack in checks:
+            allowed = luck(self._count) * (self._factor * theirs + slack)
+            if not got <= allowed:
+                return f"{name} {got:.3g}, eager's own {theirs:.3g}, allowed {allowed:.3g}"
         return None
-    if ours.is_complex():
-        ours, native, exact = (torch.view_as_real(t.resolve_conj()) for t in (ours, native, exact))
-    flat = [t.reshape(-1).split(_PIECE) for t in (ours, native, exact)]
-    pieces = _Pieces(list(zip(*flat, strict=True)), ours.device)
-    if not ours.dtype.is_floating_point:
-        return _wrong_elements(pieces, factor)
-    for piece in pieces:
-        if (where := _wrong_specials(*piece)) is not None:
-            return where
-    eps = _EPSILON.get(ours.dtype, 1e-1)
-    sizes = torch.stack([_finite(piece)[2].abs().sum() for piece in pieces])
-    scale = sizes.sum() / ours.numel() * eps + torch.finfo(torch.float64).tiny
-    cap = min(_RELATIVE_CAP * eps, 1.0)
-    figures = torch.stack([_figures(piece, scale, cap) for piece in pieces])
-    largest, total = figures[:, :3].amax(0).tolist(), figures[:, 3:].sum(0).tolist()
-    count = max(total[5], 1.0)
-    rms = [math.sqrt(value / count) for value in total[:3]]
-    checks = (
-        ("largest error", largest[0], largest[1], eps * largest[2]),
-        ("rms error", rms[0], rms[1], eps * rms[2]),
-        ("mean relative error", total[3] / count, total[4] / count, 4 * eps),
-    )
-    for name, got, theirs, slack in checks:
-        allowed = luck(ours.numel()) * (factor * theirs + slack)
-        if not got <= allowed:
-            return f"{name} {got:.3g}, eager's own {theirs:.3g}, allowed {allowed:.3g}"
-    return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +113,8 @@ class _Pieces:
 def _finite(piece: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The three values in fp64, zero where one is not finite, and which elements count."""
     o, n, r = (t.double() for t in piece)
-    finite = o.isfinite() & n.isfinite() & r.isfinite()
+    all_ = (o * 0.25).add_(n, alpha=0.25).add_(r, alpha=0.25)  # finite where each of them is
+    finite = (all_ - all_) == 0.0
     o, n, r = (torch.where(finite, t, 0.0) for t in (o, n, r))
     return o, n, r, finite
 
@@ -110,15 +139,10 @@ def _wrong_specials(o: Tensor, n: Tensor, r: Tensor) -> str | None:
     return None
 
 
-def _wrong_elements(pieces: Iterable[Sequence[Tensor]], factor: float) -> str | None:
-    wrong = eager = total = 0
-    for ours, native, exact in pieces:
-        expected = exact.to(ours.dtype)
-        wrong += int((ours != expected).sum())
-        eager += int((native != expected).sum())
-        total += ours.numel()
-    allowed = math.floor(factor * eager + _WRONG_FRACTION * total)
-    return None if wrong <= allowed else f"{wrong} elements differ, eager's own {eager}"
+def _differing(ours: Tensor, native: Tensor, exact: Tensor) -> Tensor:
+    """How many elements of ours, and of eager's, are others than they should be."""
+    expected = exact.to(ours.dtype)
+    return torch.stack([(ours != expected).sum(), (native != expected).sum()])
 
 
 def wrong_integers(ours: Tensor, native: Tensor, exact: Tensor) -> bool:

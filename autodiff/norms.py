@@ -44,6 +44,26 @@ def measure(
     return Measurement(items, known).read()
 
 
+class Numbers:
+    """A tensor's values, on their way to the host; only they are waited for, and not what follows.
+
+    values: of one dimension.
+    """
+
+    def __init__(self, values: torch.Tensor) -> None:
+        self._values, self._ready = values, None
+        if values.is_cuda:
+            self._values = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+            self._values.copy_(values, non_blocking=True)
+            self._ready = torch.cuda.current_stream(values.device).record_event()
+
+    def read(self) -> torch.Tensor:
+        """The values, on the host."""
+        if self._ready is not None:
+            self._ready.synchronize()
+        return self._values
+
+
 class Measurement:
     """`measure` under way: launched when it is made, and waited for when it is read.
 
@@ -151,6 +171,7 @@ class _Norms:
 
     def __init__(self) -> None:
         self._made: dict[torch.device, list[torch.Tensor]] = {}
+        self._found: dict[torch.device, Numbers] = {}
         self._pending: dict[torch.device, list[torch.Tensor]] = {}
         self._waiting: dict[object, _Together] = {}
 
@@ -206,10 +227,11 @@ class _Norms:
         for device, pending in self._pending.items():
             if pending:
                 self._launch(device)
+        self._found = {device: Numbers(torch.stack(made)) for device, made in self._made.items()}
 
     def read(self) -> dict[torch.device, list[float]]:
         """The norms, by device; waits for each."""
-        return {device: torch.stack(made).tolist() for device, made in self._made.items()}
+        return {device: found.read().tolist() for device, found in self._found.items()}
 
 
 class _Together:

@@ -25,6 +25,10 @@ _DTYPE_POSITION = {
     "aten._softmax_backward_data.default": 3,
     "aten._log_softmax_backward_data.default": 3,
 }
+# Operators that read operands of several element types, and compute in the widest of them.
+_PROMOTE = {"aten.add.Tensor", "aten.sub.Tensor", "aten.mul.Tensor", "aten.div.Tensor"}
+# Reductions that take the element type which they compute in beside their operand.
+_SUMS = {"aten.sum.default", "aten.sum.dim_IntList"}
 _HALF_TO_FLOAT = {"aten._softmax.default", "aten._log_softmax.default"}
 
 
@@ -59,6 +63,11 @@ def widened_call(node: fx.Node, dtype: torch.dtype) -> tuple[list[Any], dict[str
         for key, value in node.kwargs.items()
     }
     return args, kwargs
+
+
+def converts_as_it_reads(node: fx.Node) -> bool:
+    """Whether a node reads operands of other element types than it computes in, at no cost."""
+    return ops.op_name(node.target) in _PROMOTE | _SUMS
 
 
 def _run_update(node: fx.Node, args: Any, update: Update | None) -> None:
@@ -103,11 +112,13 @@ def prepare(node: fx.Node, dtype: torch.dtype | None = None, read: Read | None =
     read: what to make of each value that it reads instead.
     """
     assert node.op == "call_function", node.format_node()
-    if read is None and dtype is not None:
-        read = _widening(dtype)
     call = _caller(node.target, dtype)
     given, kwargs = _call_of(node, dtype)
     places = [(i, part) for i, part in enumerate(given) if isinstance(part, fx.Node)]
+    if read is None and dtype is not None and converts_as_it_reads(node):
+        return _converting(node, dtype, call, places)
+    if read is None and dtype is not None:
+        read = _widening(dtype)
     inner: list[fx.Node] = []
     fx.map_arg(([a for a in given if not isinstance(a, fx.Node)], kwargs), inner.append)
 
@@ -121,6 +132,40 @@ def prepare(node: fx.Node, dtype: torch.dtype | None = None, read: Read | None =
         return call(*_arguments(given, kwargs, env, read))
 
     return nested if inner else flat
+
+
+def _converting(
+    node: fx.Node,
+    dtype: torch.dtype,
+    call: Callable[[Sequence[Any], Any], Any],
+    places: Sequence[tuple[int, fx.Node]],
+) -> Operation:
+    """A node that converts its operands itself: it is told, or shown, what to compute in."""
+    given, kwargs = _call_of(node, dtype)
+    if ops.op_name(node.target) in _SUMS:
+        operand, *rest = given
+
+        def summed(env: Environment) -> Any:
+            value = env[operand]
+            told = value.is_floating_point() and "dtype" not in kwargs
+            return call([value, *rest], {**kwargs, "dtype": dtype} if told else kwargs)
+
+        return summed
+
+    def promoted(env: Environment) -> Any:
+        args = [*given]
+        for i, part in places:
+            args[i] = env[part]
+        # operands without dimensions leave the type to those that have some
+        wide = [i for i, _ in places if args[i].dim() and args[i].is_floating_point()]
+        if not wide:
+            args = _widen_all(args, dtype)
+        elif all(args[i].dtype is not dtype for i in wide):
+            least = min(wide, key=lambda i: args[i].numel())
+            args[least] = args[least].to(dtype)
+        return call(args, kwargs)
+
+    return promoted
 
 
 def _call_of(node: fx.Node, dtype: torch.dtype | None) -> tuple[Sequence[Any], Any]:

@@ -179,6 +179,34 @@ def test_backward_mask_is_the_forward_mask(p: float, dtype: torch.dtype) -> None
     assert torch.equal(gradient == 0, wanted_gradient == 0)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_halves_are_dropped_as_if_in_fp32_and_rounded_once(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Forward and backward to the bit, in two launches each and without a cast."""
+    launches: list[Any] = []
+
+    class Launches(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None):
+            launches.append(func)
+            return func(*args, **(kwargs or {}))
+
+    values = torch.randn(4096) * torch.randn(4096).exp()
+    grad, drawn = torch.randn(4096).to(dtype), masks.Masks()
+    ours, leaf = (values.to(dtype).requires_grad_() for _ in range(2))
+    keep = drawn.keep(ours, 0.3)
+    monkeypatch.setattr(masks.Masks, "keep", lambda *_: keep)
+    with Launches():
+        made, _ = drawn.scaled(ours, 0.3)
+        (found,) = torch.autograd.grad(made, ours, grad)
+    assert [f.overloadpacket for f in launches].count(torch.ops.aten.mul) == 4
+    assert torch.ops.aten._to_copy.default not in launches
+    expected = (leaf.float() * keep * (1.0 / (1.0 - 0.3))).to(dtype)
+    (wanted,) = torch.autograd.grad(expected, leaf, grad)
+    assert torch.equal(made, expected)
+    assert torch.equal(found, wanted)
+
+
 def test_dropped_infinity_is_nan_as_in_eager() -> None:
     x = torch.full((64,), float("inf"))
     tg = functionalize_dropout(

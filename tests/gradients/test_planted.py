@@ -18,10 +18,18 @@ from tests.gradients.compilers import Compiler
 from tests.gradients.planted.planting import Fault, captured
 from tests.gradients.planted.table import FAULTS
 from tests.gradients.planted.trainings import TRAININGS
+from trainfuse import plans
+from trainfuse.runtime.gate import Gate
 from trainfuse.testing import gradient_report, step_gradients, steps
 
 # numpy warns of what a fault computes in lanes that nothing stores
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+
+
+@pytest.fixture(autouse=True)
+def fresh_gate(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel that passed beside one fault may be launched wrongly by the next."""
+    monkeypatch.setattr(plans, "GATE", Gate())
 
 
 @pytest.fixture(autouse=True)

@@ -15,12 +15,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import trainfuse
-from autodiff import norms
+from autodiff import mismatch, norms
 from tests.runtime.checked import QUIET, batches, make, train, warnings_of
 from tests.runtime.graphs import run_alone
 from trainfuse import pipeline, plans
 from trainfuse.capture import optimizers, whole_step
-from trainfuse.runtime import finite, foreach, program, step_gate, update_check
+from trainfuse.runtime import finite, foreach, gate, program, step_gate, update_check
 from trainfuse.runtime.captured import CapturedStep
 from trainfuse.runtime.gate import Gate
 
@@ -218,7 +218,7 @@ def test_an_update_s_exact_side_is_torch_s_step_in_fp64(
         return loss.detach()
 
     seen: list[tuple[Any, ...]] = []
-    own = update_check._flat
+    own = update_check._beside_fp64
 
     def kept(call: Any, step: Any, batch: Any) -> Any:
         made = own(call, step, batch)
@@ -226,7 +226,8 @@ def test_an_update_s_exact_side_is_torch_s_step_in_fp64(
         seen.append((step, before, torch.cat([piece.grad for piece in batch]), made))
         return made
 
-    monkeypatch.setattr(update_check, "_flat", kept)
+    monkeypatch.setattr(update_check, "_beside_fp64", kept)
+    monkeypatch.setattr(update_check, "_distance", lambda size, _: (size, 0.0, size))  # all are far
     train(trainfuse.compile(step, backend="triton", verify=1))
     assert [count for count, *_ in seen] == [0, 1, 2]
     for count, before, grad, made in seen:
@@ -241,6 +242,56 @@ def test_an_update_s_exact_side_is_torch_s_step_in_fp64(
             torch.testing.assert_close(exact, expected[role], rtol=1e-12, atol=1e-300)
             assert native.dtype is torch.float32
             torch.testing.assert_close(native.double(), exact, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(("off", "wrong"), [(1.0, False), (1 + 5e-7, False), (1 + 1e-6, True)])
+def test_only_what_is_far_from_torch_s_step_is_computed_in_fp64(
+    off: float,
+    wrong: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """An error is at most torch's own and the distance to it: a rounding's distance will do."""
+    monkeypatch.setattr(foreach, "compare_update", lambda *_: None)
+    launch = foreach.ForeachLauncher.__call__
+
+    def nearly(self: Any, entries: Any) -> None:
+        launch(self, entries)
+        entries[0]["param"].mul_(off)  # 24 elements
+
+    monkeypatch.setattr(foreach.ForeachLauncher, "__call__", nearly)
+    asked: list[list[int]] = []
+    own = update_check._beside_fp64
+    monkeypatch.setattr(
+        update_check,
+        "_beside_fp64",
+        lambda call, step, batch: (
+            asked.append([piece.position for piece in batch]),
+            own(call, step, batch),
+        )[1],
+    )
+    _, step = make("AdamW")
+    train(trainfuse.compile(step, backend="triton", verify="step"), 1)
+    assert asked == ([] if off == 1.0 else [[0]]), "the one parameter alone"
+    assert bool(warnings_of(caplog)) is wrong
+
+
+def test_where_most_are_far_torch_alone_is_not_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(update_check, "_distance", lambda size, _: (size, 0.0, size))
+    asked: list[str] = []
+    for name in ("_beside_torch", "_beside_fp64"):
+        own = getattr(update_check, name)
+        monkeypatch.setattr(
+            update_check, name, lambda *a, n=name, own=own: (asked.append(n), own(*a))[1]
+        )
+    _, step = make("AdamW")
+    compiled = trainfuse.compile(step, backend="triton", verify=1)
+    train(compiled, 1)
+    assert asked == ["_beside_torch", "_beside_fp64", "_beside_torch"]
+    asked.clear()
+    train(compiled, 1)
+    assert asked == ["_beside_fp64", "_beside_torch"], "what fp64 is held beside"
+    assert compiled.stats()["gate"] == "pass"
 
 
 def test_a_right_update_is_torch_s_own_step_to_rounding(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -507,3 +558,32 @@ def test_a_plan_keeps_no_batch_alive(verify: str | int) -> None:
         compiled(batches_.pop())
     gc.collect()
     assert [ref() for ref in seen] == [None] * 3
+
+
+def test_an_update_s_own_check_plans_its_reference_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For all parameters, whose results are all launched before one is waited for."""
+    planned: list[bool] = []
+    own, compare = gate.schedule, foreach.compare_update
+    monkeypatch.setattr(gate, "schedule", lambda *a, **k: (planned.append(True), own(*a, **k))[1])
+    events: list[str] = []
+    for name in ("__init__", "wrong"):
+        method = getattr(mismatch.Comparison, name)
+        monkeypatch.setattr(
+            mismatch.Comparison,
+            name,
+            lambda *a, name=name, method=method: (events.append(name), method(*a))[1],
+        )
+    counts: list[int] = []
+
+    def counted(*args: Any) -> str | None:
+        planned.clear()
+        events.clear()
+        wrong = compare(*args)
+        counts.append(len(planned))
+        launched = events.index("wrong")
+        assert launched == len(events) - launched == 4 * 6
+        return wrong
+
+    monkeypatch.setattr(foreach, "compare_update", counted)
+    train(trainfuse.compile(make("AdamW")[1], backend="triton"), 1)
+    assert counts == [2, 2], "in its own precision and one higher, with new state and old"

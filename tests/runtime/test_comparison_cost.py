@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._functorch._aot_autograd import runtime_wrappers
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -100,10 +101,48 @@ def test_a_comparison_is_a_few_calls_a_node(monkeypatch: pytest.MonkeyPatch) -> 
     )
     few, many = compared(2), compared(10)
     launches, views, nodes = (a - b for a, b in zip(many, few, strict=True))
-    # eager's own step is 0.8 of the launches a node, the reference 0.7
-    assert launches <= 2.1 * nodes, f"{launches / nodes:.2f} launches a node"
-    assert views <= 1.8 * nodes, f"{views / nodes:.2f} views a node"
+    # eager's own step is 0.8 of the launches a node, the reference 0.6
+    assert launches <= 1.8 * nodes, f"{launches / nodes:.2f} launches a node"
+    assert views <= 1.65 * nodes, f"{views / nodes:.2f} views a node"
     # what does not depend on the model's size: figures read, random states, an optimizer made, and
     # all dropout masks, drawn at once in 60
     fixed = few[0] - launches * few[2] / nodes
-    assert fixed <= 200, f"{fixed:.0f} launches of any comparison"
+    assert fixed <= 180, f"{fixed:.0f} launches of any comparison"
+
+
+@torch.library.custom_op("trainfuse_tests::doubled", mutates_args=())
+def doubled(x: Tensor) -> Tensor:
+    return 2 * x
+
+
+doubled.register_fake(torch.empty_like)
+doubled.register_autograd(lambda _, grad: 2 * grad)
+
+
+@pytest.mark.parametrize("custom", [False, True])
+def test_a_first_call_is_not_taken_through_python(
+    custom: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """AOTAutograd watches first calls for what custom operators give back: only theirs."""
+    seen: list[Any] = []
+    own = runtime_wrappers._AnalyzeCustomOpInputOutputMode.__torch_dispatch__
+    monkeypatch.setattr(
+        runtime_wrappers._AnalyzeCustomOpInputOutputMode,
+        "__torch_dispatch__",
+        lambda self, func, *args: (seen.append(func), own(self, func, *args))[1],
+    )
+    weight = torch.ones(4, requires_grad=True)
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+
+    def step(x: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        loss = ((doubled(x * weight) if custom else x * weight) - 1).square().mean()
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    compiled = trainfuse.compile(step, verify="step")
+    compiled(torch.randn(4))
+    assert (doubled._opoverload in seen) is custom
+    assert custom or not seen
+    assert compiled.stats()["gate"] == "pass"

@@ -16,13 +16,18 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from autodiff import ops
 from autodiff.graph import TrainingGraph
 from autodiff.masks import Masks
-from autodiff.reference import Operation
+from autodiff.reference import Operation, converts_as_it_reads, prepare, run_node
 from tests.runtime.graphs import trace
 from tests.runtime.live import Live
 from trainfuse.runtime import captured, reference, room
 from trainfuse.runtime.fallback import Boundary
 from trainfuse.runtime.reference import Native, Widened, evaluate
-from trainfuse.runtime.reference_schedule import Schedule, keeps_precision, schedule
+from trainfuse.runtime.reference_schedule import (
+    Schedule,
+    computing_dtype,
+    keeps_precision,
+    schedule,
+)
 
 DEPTH, ROWS, WIDTH = 12, 64, 48
 
@@ -235,6 +240,72 @@ def test_what_rounds_once_by_itself_is_not_converted() -> None:
     first, _ = evaluate(plan, given, Widened(Boundary())).values()
     product = (args[0] @ args[1]).float()
     assert torch.equal(first, functional.gelu(product).bfloat16() @ args[1])
+
+
+def test_what_converts_as_it_reads_is_given_what_is_held() -> None:
+    """The same numbers as from converted operands, in half the copies; sums are told the type."""
+    half, full = torch.randn(6, 4, dtype=torch.bfloat16), torch.randn(6, 4)
+    row, number, whole = torch.randn(4), torch.tensor(1.7), torch.arange(4)
+
+    def mixed(half: Tensor, full: Tensor, row: Tensor, number: Tensor, whole: Tensor) -> Any:
+        return [
+            half + full,
+            full.sub(row, alpha=0.3),
+            row * number,  # a number alone doesn't say the type
+            (full / row) * whole,
+            number * number,
+            half.sum(0),
+            full.sum(),
+            full.sum(dtype=torch.float32),
+            whole.sum(),
+            half.sum(0, dtype=torch.float32),
+        ]
+
+    args = [half, full, row, number, whole]
+    tg = trace(mixed, args)
+    env: dict[fx.Node, Any] = dict(zip(tg.graph.find_nodes(op="placeholder"), args, strict=True))
+    counts = [0, 0]
+    for node in tg.nodes():
+        dtype = computing_dtype(node)
+        with Conversions() as own:
+            expected = run_node(node, env, dtype)
+        with Conversions() as ours:
+            made = prepare(node, dtype)(env)
+        counts = [counts[0] + own.count, counts[1] + ours.count]
+        assert made.dtype is expected.dtype, node.target
+        torch.testing.assert_close(
+            made, expected, rtol=1e-14 if dtype.itemsize == 8 else 1e-6, atol=0
+        )
+        env[node] = expected
+    assert converts_as_it_reads(tg.nodes()[0])
+    assert counts[1] * 2 <= counts[0], counts
+
+
+def test_a_cast_that_knows_nothing_more_is_not_made() -> None:
+    """A product's halves stay halves, for one reader, for many that convert, or for none."""
+
+    def casts(x: Tensor, w: Tensor, g: Tensor) -> list[Tensor]:
+        cast = torch.ops.prims.convert_element_type
+        last, one, many, two = (cast(torch.mm(x, w * i), torch.float32) for i in range(1, 5))
+        return [last, one.t().exp(), many + g, many * g, two.exp(), two.tanh()]
+
+    args = [torch.randn(8, 8, dtype=torch.bfloat16) for _ in range(2)] + [torch.randn(8, 8)]
+    tg = trace(casts, args)
+    plan = schedule(tg.nodes(), tg.output_nodes, wide=True)
+    held = [
+        dtype
+        for node, work in plan.works.items()
+        if ops.op_name(node.target) == "prims.convert_element_type.default"
+        for _, _, dtype in work.results
+    ]
+    assert held == [torch.bfloat16] * 3 + [torch.float64]
+    given: dict[fx.Node, Any] = dict(zip(tg.graph.find_nodes(op="placeholder"), args, strict=True))
+    values = evaluate(plan, given, Widened(Boundary())).values()
+    x, w, g = args
+    last, one, many, two = (torch.mm(x, w * i).double() for i in range(1, 5))
+    expected = [last, one.t().exp(), many + g, many * g, two.exp(), two.tanh()]
+    for value, wanted in zip(values, expected, strict=True):
+        assert torch.equal(value.double(), wanted)
 
 
 def test_a_product_s_dropout_is_not_rounded_to_halves() -> None:

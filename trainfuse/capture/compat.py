@@ -16,12 +16,14 @@ from torch._dynamo.backends.common import aot_autograd as _aot_autograd
 from torch._dynamo.side_effects import SideEffects
 from torch._dynamo.variables import builder, constant, higher_order_ops, misc
 from torch._dynamo.variables.functions import UserFunctionVariable
+from torch._functorch._aot_autograd import runtime_wrappers
 from torch._functorch._aot_autograd.schemas import MutationType
 from torch._functorch.autograd_function import AutogradFunctionApply, autograd_function_apply
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.fx.experimental.proxy_tensor import _get_proxies
 from torch.nn.modules import module as module_hooks
 from torch.optim import optimizer as optimizer_module
+from torch.utils import _python_dispatch
 
 from autodiff.graph import Refusal
 from trainfuse.capture import functions, reentrant
@@ -355,6 +357,20 @@ def is_checkpoint(target: object) -> bool:
 
 
 # -- AOTAutograd ----------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def unobserved() -> Iterator[None]:
+    """Within the block AOTAutograd does not look at what a graph's first call runs.
+
+    It takes every operator through Python, to see whether a custom one gives back its operands.
+    """
+    analysis = getattr(runtime_wrappers, "_AnalyzeCustomOpInputOutputMode", ())
+    if isinstance(_python_dispatch._get_current_dispatch_mode(), analysis):
+        with _python_dispatch._pop_mode_temporarily():
+            yield
+    else:
+        yield
 
 
 def aot(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -17,6 +18,7 @@ from trainfuse.runtime.fallback import Boundary
 from trainfuse.runtime.reference import Native, Run, Widened, constants, evaluate
 from trainfuse.runtime.reference_schedule import Schedule, computing_dtype, count_of, schedule
 from trainfuse.runtime.room import SHARE, Room, device_of, free_bytes
+from trainfuse.runtime.tape import Recording
 
 if TYPE_CHECKING:
     from trainfuse.capture.lift import Captured
@@ -80,6 +82,9 @@ class CapturedStep:
         self._unbounded: dict[tuple[bool, str], Schedule] = {}
         self._native = Native()
         self._widened: dict[str, Widened] = {}
+        values = (n.meta.get("val") for n in self._placeholders)
+        self._fixed = all(isinstance(v, Tensor) and _is_fixed(v) for v in values)
+        self._recordings: dict[tuple[bool, str], Recording] = {}
 
     @property
     def result_bytes(self) -> int:
@@ -88,10 +93,13 @@ class CapturedStep:
 
     def _whole(self, *, wide: bool) -> Schedule:
         """The evaluation where memory is plenty: planned once."""
-        key = wide, torch.get_float32_matmul_precision()  # in TF32, products stay what they are
+        key = self._key(wide)
         if key not in self._unbounded:
             self._unbounded[key] = schedule(self.tg.nodes(), self._wanted, wide=wide)
         return self._unbounded[key]
+
+    def _key(self, wide: bool) -> tuple[bool, str]:
+        return wide, torch.get_float32_matmul_precision()  # in TF32, products stay what they are
 
     def schedule(self, budget: int | None, keep: int | None, *, wide: bool) -> Schedule:
         """How everything that the step makes is evaluated within `budget` bytes.
@@ -129,9 +137,27 @@ class CapturedStep:
         free = free_bytes(device_of(args))
         budget = None if free is None else int(SHARE * free)
         plan = self.schedule(budget, 0 if on_host else None, wide=wide)
-        with _same_draws(args):
-            values = evaluate(plan, self._given(args), self._runner(wide))
+        given, draws = self._given(args), functools.partial(_same_draws, args)
+
+        def evaluated() -> Environment:
+            return evaluate(plan, given, self._runner(wide))
+
+        key, masks = self._key(wide), self._shared_masks()
+        if self._fixed and masks is not None and plan is self._unbounded[key]:
+            recording = self._recordings.setdefault(key, Recording(self.boundary))
+            values = recording.values(evaluated, plan.wanted, [*given.values(), *masks], draws)
+        else:
+            with draws():
+                values = evaluated()
         return self._results(lambda node: values[node])
+
+    def _shared_masks(self) -> list[Tensor] | None:
+        """Every mask of a run, where all are drawn; None where the run draws some itself."""
+        if not self._draws:
+            return []
+        drawn = self._drawn or {}
+        keys = [*enumerate(self._draws)]
+        return [drawn[key] for key in keys] if all(key in drawn for key in keys) else None
 
     def _given(self, args: Sequence[Any]) -> Environment:
         given = dict(zip(self._placeholders, args, strict=True))
@@ -280,6 +306,11 @@ def _alike(value: Any, node: fx.Node) -> bool:
     if not isinstance(value, Tensor):
         return False
     return (tuple(value.shape), value.dtype) == (tuple(like.shape), like.dtype)
+
+
+def _is_fixed(value: Tensor) -> bool:
+    """Whether a tensor of a graph has the same sizes and strides at every call."""
+    return all(isinstance(size, int) for size in (*value.shape, *value.stride()))
 
 
 def _draw(node: fx.Node) -> Draw:

@@ -128,7 +128,10 @@ class UpdateCall:
 
 
 class BucketCall:
-    """The parameters of one template: lowered, gated and launched together."""
+    """The parameters of one template: lowered, gated and launched together.
+
+    is_far: whether a comparison found most of them further from torch's step than one rounding.
+    """
 
     def __init__(self, name: str, bucket: Bucket, call: UpdateCall) -> None:
         self.name, self.positions, self.call = name, bucket.positions, call
@@ -136,6 +139,7 @@ class BucketCall:
         self._launcher: ForeachLauncher | None = None
         self._options: RuntimeOptions | None = None
         self._trusted = False
+        self.is_far = False
 
     # -- tensors ------------------------------------------------------------------------------
 

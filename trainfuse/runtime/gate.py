@@ -5,12 +5,12 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, fx
 
-from autodiff.mismatch import WORKING_BYTES, mismatch
+from autodiff.mismatch import WORKING_BYTES, Comparison, mismatch
 from autodiff.reference import Environment
 from trainfuse.runtime import ties
 from trainfuse.runtime.fallback import Boundary
@@ -46,40 +46,74 @@ class Gate:
     passed: set[str] = field(default_factory=set)
 
     def references(
-        self, nodes: Sequence[fx.Node], env: dict[fx.Node, Tensor], outputs: Sequence[fx.Node]
+        self, nodes: Sequence[fx.Node], env: Environment, outputs: Sequence[fx.Node]
     ) -> References | None:
         """ATen's results, to be had before the kernel runs: it may overwrite an input.
 
         Takes half of the device's free memory at most, the widest node's operands included; None
         where that does not do.
         """
+        return self.all_references(nodes, [env], outputs)[0]
+
+    def all_references(
+        self, nodes: Sequence[fx.Node], envs: Sequence[Environment], outputs: Sequence[fx.Node]
+    ) -> list[References | None]:
+        """The same of several inputs, where sizes differ at most in what the nodes don't see."""
         tied = ties.decisions(nodes)
         inside = set(nodes)
         compared = [n for decision in tied for n in decision.operands if n in inside]
-        try:
-            native = _evaluated(nodes, env, [*outputs, *compared], wide=False)
-            exact = _evaluated(nodes, env, [*outputs, *compared], wide=True)
-        except torch.OutOfMemoryError:
-            return None
-        results = [exact[node] for node in outputs]
+        wanted, device = [*outputs, *compared], device_of(envs[0].values())
+        as_is, wide = (_Evaluation(nodes, wanted, device, wide=wide) for wide in (False, True))
+        found: list[References | None] = []
+        for env in envs:
+            try:
+                native, exact = as_is(env), wide(env)
+            except torch.OutOfMemoryError:
+                found.append(None)
+                continue
+            results = [exact[node] for node in outputs]
+            room = self._room(nodes, env, outputs, tied, (native, exact), results)
+            found.append(References([native[node] for node in outputs], results, room))
+        return found
+
+    def _room(
+        self,
+        nodes: Sequence[fx.Node],
+        env: Environment,
+        outputs: Sequence[fx.Node],
+        tied: Sequence[ties.Decision],
+        values: tuple[Environment, Environment],
+        results: Sequence[Tensor],
+    ) -> list[Tensor | None]:
+        """How far each result may be off because comparisons are as good as tied."""
 
         def again(skipped: Collection[fx.Node], given: Environment) -> list[Tensor]:
             rest = [node for node in nodes if node not in skipped]
-            values = _evaluated(rest, {**env, **given}, outputs, wide=True)
-            return [values[node] for node in outputs]
+            made = _Evaluation(rest, outputs, device, wide=True)({**env, **given})
+            return [made[node] for node in outputs]
 
-        room: list[Tensor | None] = [None] * len(results)
         if tied:
+            device = device_of(env.values())
+            native, exact = ({**env, **made} for made in values)
             with contextlib.suppress(torch.OutOfMemoryError):
-                values = {**env, **native}, {**env, **exact}
-                room = ties.slack(tied, *values, results, again, device_of(env.values()))
-        return References([native[node] for node in outputs], results, room)
+                return ties.slack(tied, native, exact, results, again, device)
+        return [None] * len(results)
 
     def compare(self, ours: Sequence[Tensor], refs: References) -> str | None:
         """What is wrong with the kernel's outputs, or None."""
-        pairs = zip(ours, refs.native, refs.exact, refs.slack, strict=True)
-        for i, (out, native, exact, room) in enumerate(pairs):
-            wrong = mismatch(out, native, exact, self.factor)
+        return self.compare_all([(ours, refs)])
+
+    def compare_all(self, pairs: Sequence[tuple[Sequence[Tensor], References]]) -> str | None:
+        """The same of several launches' outputs; the device is waited for once."""
+        asked = [
+            (i, three, Comparison(*three, self.factor), room)
+            for ours, refs in pairs
+            for i, (*three, room) in enumerate(
+                zip(ours, refs.native, refs.exact, refs.slack, strict=True)
+            )
+        ]
+        for i, (out, native, exact), comparison, room in asked:
+            wrong = comparison.wrong()
             if wrong is not None and room is not None:
                 near = [ties.forgiven(value, exact, room) for value in (out, native)]
                 wrong = mismatch(*near, exact, self.factor)
@@ -88,14 +122,34 @@ class Gate:
         return None
 
 
-def _evaluated(
-    nodes: Sequence[fx.Node], env: Environment, wanted: Sequence[fx.Node], *, wide: bool
-) -> Environment:
-    free = free_bytes(device_of(env.values()))
-    budget = None if free is None else int(SHARE * free)
-    keep = None if budget is None else budget // 4
-    plan = schedule(nodes, wanted, wide=wide, budget=budget, keep=keep)
-    return evaluate(plan, env, Widened(Boundary()) if wide else Native())
+class _Evaluation:
+    """Nodes made ready to be evaluated by ATen; wide: one precision higher."""
+
+    def __init__(
+        self,
+        nodes: Sequence[fx.Node],
+        wanted: Sequence[fx.Node],
+        device: torch.device,
+        *,
+        wide: bool,
+    ) -> None:
+        free = free_bytes(device)
+        budget = None if free is None else int(SHARE * free)
+        keep = None if budget is None else budget // 4
+        self._plan = schedule(nodes, wanted, wide=wide, budget=budget, keep=keep)
+        self._run = Widened(Boundary()) if wide else Native()
+
+    def __call__(self, env: Environment) -> Environment:
+        """Values of what is wanted."""
+        values = evaluate(self._plan, env, self._run)
+        return {node: _at_least(value, node.meta.get("val")) for node, value in values.items()}
+
+
+def _at_least(value: Any, like: Any) -> Any:
+    """A value in no narrower a type than the graph's: a cast passes on what it reads."""
+    if not isinstance(value, Tensor) or value.dtype.itemsize >= like.dtype.itemsize:
+        return value
+    return value.to(like.dtype)
 
 
 def bytes_to_check(group: FusionGroup) -> int:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, fx
 
 from autodiff import ops
-from autodiff.reference import Operation, prepare
+from autodiff.reference import Operation, converts_as_it_reads, prepare
 from trainfuse.runtime.memory import is_view
 
 Verb = Literal["run", "drop", "spill", "fetch"]
@@ -240,8 +240,11 @@ class _Planner:
             for read in _reads_of(node):
                 self.reads.setdefault(read, []).append(i)
         self.as_is: set[fx.Node] = set()
+        self.passed: dict[fx.Node, fx.Node] = {}
         for node in self.steps:
             self.as_is |= {n for n in _parts(node) if not wide or self._is_held_as_is(n)}
+            if (source := self._is_passed(node)) is not None:
+                self.passed[node] = source
         self.actions: list[tuple[Verb, fx.Node]] = []
         self.here: dict[fx.Node, int] = {}
         self.away: dict[fx.Node, int] = {}
@@ -316,8 +319,22 @@ class _Planner:
 
     def _held(self, node: fx.Node, value: Tensor) -> torch.dtype:
         """The element type in which a value of a node is held; inputs come in the graph's."""
-        narrow = all(n.op != "call_function" or n in self.as_is for n in sources(node))
+        owners = sources(node)
+        if len(owners) == 1 and (source := self.passed.get(*owners)) is not None:
+            return self._held(source, source.meta["val"])
+        narrow = all(n.op != "call_function" or n in self.as_is for n in owners)
         return value.dtype if narrow else WIDER.get(value.dtype, value.dtype)
+
+    def _is_passed(self, node: fx.Node) -> fx.Node | None:
+        """What a cast to a wider type, that need not be made, passes on as it is held."""
+        source = passed_on(node)
+        if source is None or not self.wide:
+            return None
+        readers = [self.steps[i] for i in self.reads.get(node, ())]
+        if len(readers) > 1 and not all(map(converts_as_it_reads, readers)):
+            return None  # each of them would convert it
+        held = self._held(node, node.meta["val"])
+        return source if self._held(source, source.meta["val"]).itemsize < held.itemsize else None
 
     def _is_held_as_is(self, node: fx.Node) -> bool:
         """Whether a higher precision would be of no use: nothing more is known, or is read."""

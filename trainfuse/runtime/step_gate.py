@@ -22,7 +22,7 @@ from trainfuse.runtime.fallback import Failure
 from trainfuse.runtime.foreach import UpdateCall
 from trainfuse.runtime.room import Room, device_of
 from trainfuse.runtime.snapshot import Snapshot
-from trainfuse.runtime.update_check import check_update
+from trainfuse.runtime.update_check import UpdateCheck
 
 Part = Literal["gradient", "update", "result", "capture"]
 _SUSPICIOUS = 1e-3
@@ -245,10 +245,11 @@ class StepCheck:
     saved: Snapshot | None = None
     finite: list[UpdateCall] = field(default_factory=list)
     _updates: list[UpdateCall] = field(default_factory=list)
+    _asked: _Gradients | None = None
 
     @contextmanager
     def watching(self, updates: Sequence[UpdateCall]) -> Iterator[None]:
-        """Within the block a wrong gradient stops its update, and a wrong update the step.
+        """Within the block a wrong gradient stops the step, and so does a wrong update.
 
         updates: in the program's order. Raises StepMismatch, or GradientMismatch when strict.
         """
@@ -263,39 +264,29 @@ class StepCheck:
                 update.watcher = None
 
     def before(self, call: UpdateCall, grads: Sequence[Tensor]) -> None:
-        """Compare the gradients that reach an update."""
+        """Ask how the gradients that reach an update compare.
+
+        The answer is read when the update has been launched, too: should a gradient be wrong, all
+        that it wrote is undone. What torch's own step keeps may be no tensors, and can't be: there
+        it is read before.
+        """
         if self.references is None:
             return
         number = self._updates.index(call)
-        native, exact = self.references.native, self.references.exact
-        theirs, fp64 = native.gradients[number], exact.gradients[number]
-        names = self.gate.captured.params(number)
-        # an update may take a half gradient and cast it itself
-        ours = {n: g.to(theirs[n].dtype) for n, g in zip(names, grads, strict=True)}
-        known = self._measured(ours, fp64, number)
-        errors = self.gate.compare(ours, theirs, fp64, "gradient", known)
-        if self.references.suspected:
-            self.gate.explain(theirs, ours, fp64, errors)
-        _log.info("update %d: %d gradients as eager's", number, len(ours))
-
-    def _measured(self, ours: Values, exact: Values, number: int) -> Known:
-        """Errors of gradients beside those that are known of eager, all asked for before one is
-        waited for; without what is not finite.
-        """
-        assert self.references is not None
-        if self.references.share is None:
-            return {}
-        names = [n for n, g in ours.items() if g.shape == exact[n].shape and g.is_floating_point()]
-        asked = Measurement([(ours[n], exact[n]) for n in names], errors_only=True)
-        known = self.references.known(number)
-        figures = {n: known[n] + error for n, error in zip(names, asked.read(), strict=True)}
-        return {n: found for n, found in figures.items() if all(map(math.isfinite, found))}
+        self._asked = _Gradients(self, number, grads)
+        if call.by_torch:
+            self._asked.judge()
+            self._asked = None
 
     def after(self, call: UpdateCall, params: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
         """Compare what an update wrote with torch's own step on the same gradients."""
         if self.saved is None or call.by_torch:
             return
-        verdict = check_update(call, params, grads, self.saved.old, self.gate.factor)
+        written = UpdateCheck(call, params, grads, self.saved.old, self.gate.factor)
+        asked, self._asked = self._asked, None
+        if asked is not None:
+            asked.judge()
+        verdict = written.verdict()
         if verdict.finite:
             self.finite.append(call)
         if verdict.wrong is not None:
@@ -316,6 +307,47 @@ class StepCheck:
         if self.references.suspected:
             written = [name for name in names if name not in self.references.native.outputs]
             self.gate.explain(_chosen(theirs, written), mine, fp64, errors)
+
+
+class _Gradients:
+    """The gradients of one update beside the references: asked for when it is made."""
+
+    def __init__(self, check: StepCheck, number: int, grads: Sequence[Tensor]) -> None:
+        references = check.references
+        assert references is not None
+        self._gate, self._references, self._number = check.gate, references, number
+        self._theirs, self._exact = (
+            side.gradients[number] for side in (references.native, references.exact)
+        )
+        names = check.gate.captured.params(number)
+        # an update may take a half gradient and cast it itself
+        self._ours = {n: g.to(self._theirs[n].dtype) for n, g in zip(names, grads, strict=True)}
+        self._names = [
+            name
+            for name, grad in self._ours.items()
+            if grad.shape == self._exact[name].shape and grad.is_floating_point()
+        ]
+        self._errors = None
+        if references.share is not None:
+            items = [(self._ours[n], self._exact[n]) for n in self._names]
+            self._errors = Measurement(items, errors_only=True)
+
+    def judge(self) -> None:
+        """Raise for one that is wrong."""
+        sides = self._ours, self._theirs, self._exact
+        errors = self._gate.compare(*sides, "gradient", self._known())
+        if self._references.suspected:
+            self._gate.explain(self._theirs, self._ours, self._exact, errors)
+        _log.info("update %d: %d gradients as eager's", self._number, len(self._ours))
+
+    def _known(self) -> Known:
+        """Errors beside those that are known of eager; without what is not finite."""
+        if self._errors is None:
+            return {}
+        known = self._references.known(self._number)
+        found = zip(self._names, self._errors.read(), strict=True)
+        figures = {name: known[name] + error for name, error in found}
+        return {n: each for n, each in figures.items() if all(map(math.isfinite, each))}
 
 
 def pairs_of(eager: Results, ours: Results) -> list[tuple[Values, Values]]:

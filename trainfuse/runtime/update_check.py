@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -11,15 +12,18 @@ import torch
 from torch import Tensor, nn
 
 from autodiff.compare import TensorError, excess, luck
-from autodiff.norms import figures_of_parts, measure_parts, norms_of_parts
+from autodiff.norms import Numbers, figures_of_parts, measure_parts, norms_of_parts
 from trainfuse.runtime.room import SHARE, free_bytes
 
 if TYPE_CHECKING:
-    from trainfuse.runtime.foreach import UpdateCall
+    from trainfuse.runtime.foreach import BucketCall, UpdateCall
 
 Tensors = dict[str, Tensor]
+Item = tuple[Tensor, ...]
+_Sides = Callable[["UpdateCall", float | None, Sequence["_Piece"]], list[Item]]
 Squares = dict[tuple[int, str], list[float]]
-"""By parameter and role: the sums of squares of the exact values, of torch's error and of ours."""
+"""By parameter and role: sums of squares of what an item's last tensor holds, then of the errors
+that the others have beside it, the last of them first."""
 _LEAST, _LARGEST = 1 << 14, 1 << 25
 """Elements that are updated at a time: an update works element by element."""
 _BYTES_PER_ELEMENT = 128
@@ -44,12 +48,13 @@ class _Piece:
 
 @dataclass(frozen=True, slots=True)
 class _Measured:
-    """A batch whose figures the device is about to have; step: its count before the update."""
+    """A batch whose figures are on their way. sides: of each role, what is compared."""
 
     batch: Sequence[_Piece]
-    step: float | None
+    sides: Callable[[], list[Item]]
     lengths: Sequence[int]
-    norms: Tensor
+    shape: torch.Size
+    norms: Numbers
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,46 +68,102 @@ class Verdict:
     finite: bool
 
 
-@torch.no_grad()
-def check_update(
-    call: UpdateCall,
-    params: Sequence[Tensor],
-    grads: Sequence[Tensor],
-    old: Callable[[Tensor], Tensor],
-    factor: float,
-) -> Verdict:
-    """Compare what an update wrote with torch's own step.
+class UpdateCheck:
+    """Compares what an update wrote with torch's own step: launched when it is made.
 
-    Called after the update ran, before the optimizer's visible step counters advance. old: what a
+    What is as near to torch's step as rounding one number leaves it is right: an error is at most
+    torch's own and the distance to it. Only for the rest is torch's own error asked for, in fp64.
+
+    Made after the update ran, before the optimizer's visible step counters advance. old: what a
     tensor held before. Learning rate, betas and step count are read from the optimizer, as torch's
     own step would read them.
     """
-    handle, finite = call.handle, True
-    for bucket in call.buckets:
-        device = params[bucket.positions[0]].device
-        counts = handle.visible_steps([call.indices[p] for p in bucket.positions])
-        steps = dict(zip(bucket.positions, counts, strict=True))
-        if "step" in bucket.template.written:
-            counted = handle.step_vector(device).tolist()
-            for position, step in steps.items():
-                now = counted[call.indices[position]]
+
+    @torch.no_grad()
+    def __init__(
+        self,
+        call: UpdateCall,
+        params: Sequence[Tensor],
+        grads: Sequence[Tensor],
+        old: Callable[[Tensor], Tensor],
+        factor: float,
+    ) -> None:
+        self._factor = factor
+        self._buckets = [
+            _BucketCheck(bucket, {p: (params[p], grads[p]) for p in bucket.positions}, old)
+            for bucket in call.buckets
+        ]
+
+    @torch.no_grad()
+    def verdict(self) -> Verdict:
+        """What was found; waits for the device."""
+        finite = True
+        for bucket in self._buckets:
+            wrong = bucket.wrong(self._factor)
+            if wrong is not None:
+                return Verdict(wrong, finite=False)
+            finite = finite and bucket.finite
+        return Verdict(None, finite)
+
+
+class _BucketCheck:
+    """The same, of the parameters that one template updates. finite: known once it was read."""
+
+    def __init__(
+        self,
+        bucket: BucketCall,
+        tensors: Mapping[int, tuple[Tensor, Tensor]],
+        old: Callable[[Tensor], Tensor],
+    ) -> None:
+        """tensors: parameters and their gradients, by position."""
+        self._bucket, call, written = bucket, bucket.call, bucket.template.written
+        self._call, self._params = call, {p: param for p, (param, _) in tensors.items()}
+        counts = call.handle.visible_steps([call.indices[p] for p in tensors])
+        self._steps = dict(zip(tensors, counts, strict=True))
+        self._counted: Numbers | None = None
+        if "step" in written:
+            device = next(iter(self._params.values())).device
+            self._counted = Numbers(call.handle.step_vector(device))
+        roles = [role for role in written if role != "step"]
+        self._values = {p: _values(call, p, roles, *both, old) for p, both in tensors.items()}
+        # where most are far, each comparison would be the second one
+        sides = _beside_fp64 if bucket.is_far else _beside_torch
+        self._first = self._launched(self._values, sides)
+        self.finite = False
+
+    def wrong(self, factor: float) -> tuple[int, TensorError] | None:
+        """The first wrong parameter's position and worst tensor, or None."""
+        if self._counted is not None:
+            counted = self._counted.read().tolist()
+            for position, step in self._steps.items():
+                now = counted[self._call.indices[position]]
                 if step is not None and now != step + 1:
-                    error = TensorError("step", 0, abs(now - step - 1), 0.0, 2.0)
-                    return Verdict((position, error), finite=False)
-        written = [role for role in bucket.template.written if role != "step"]
+                    return position, TensorError("step", 0, abs(now - step - 1), 0.0, 2.0)
+        is_far = self._bucket.is_far
+        squares, self.finite = _squares(self._first, looked_at=is_far)
+        if not is_far:
+            beyond = _beyond(squares, self._params, factor, _distance)
+            if not beyond:
+                return None
+            self._bucket.is_far = 2 * len(beyond) > len(self._params)
+            far = {p: self._values[p] for p, _ in beyond}
+            squares, _ = _squares(self._launched(far, _beside_fp64), looked_at=True)
+        return next(iter(_beyond(squares, self._params, factor, _error)), None)
+
+    def _launched(self, values: Mapping[int, _Piece], sides: _Sides) -> list[_Measured]:
+        """What compares some parameters: those of one count of steps in company."""
+        alike: dict[float | None, list[_Piece]] = {}
+        for position, piece in values.items():
+            alike.setdefault(self._steps[position], []).append(piece)
         measured: list[_Measured] = []
-        for step in dict.fromkeys(steps.values()):
-            alike = [p for p in bucket.positions if steps[p] == step]
-            values = (_values(call, p, written, params[p], grads[p], old) for p in alike)
-            batches = _batches(values, _elements(device))
-            measured += [_measure(call, step, batch) for batch in batches]
-        squares, known = _squares(call, measured)
-        dtypes = {p: params[p].dtype for p in bucket.positions}
-        wrong = _worst(squares, dtypes, {p: params[p].numel() for p in bucket.positions}, factor)
-        if wrong is not None:
-            return Verdict(wrong, finite=False)
-        finite = finite and known
-    return Verdict(None, finite)
+        for step, pieces in alike.items():
+            for batch in _batches(pieces, _elements(pieces[0].grad.device)):
+                compared = functools.partial(sides, self._call, step, batch)
+                lengths = [piece.grad.numel() for piece in batch]
+                norms = norms_of_parts(compared(), lengths)
+                found = Numbers(norms.flatten())
+                measured.append(_Measured(batch, compared, lengths, norms.shape, found))
+        return measured
 
 
 def _elements(device: torch.device) -> int:
@@ -146,25 +207,31 @@ def _batches(pieces: Iterable[_Piece], size: int) -> Iterator[list[_Piece]]:
         yield batch
 
 
-def _measure(call: UpdateCall, step: float | None, batch: Sequence[_Piece]) -> _Measured:
-    """Update a batch by torch, in its own precision and in fp64; waits for nothing."""
-    lengths = [piece.grad.numel() for piece in batch]
-    return _Measured(batch, step, lengths, norms_of_parts(_flat(call, step, batch), lengths))
-
-
-def _flat(
-    call: UpdateCall, step: float | None, batch: Sequence[_Piece]
-) -> list[tuple[Tensor, Tensor, Tensor]]:
-    """Of each role the batch end to end: as the update left it, by torch, and in fp64."""
-    index = call.indices[batch[0].position]
+def _beside_torch(call: UpdateCall, step: float | None, batch: Sequence[_Piece]) -> list[Item]:
+    """Of each role the batch end to end: as the update left it, and by torch's own step."""
     device = batch[0].now["param"].device
-    roles = list(batch[0].now)
-    before = {r: _joined([piece.before[r] for piece in batch], device) for r in roles}
-    grads = [piece.grad for piece in batch]
-    wide = {r: _joined([p.before[r] for p in batch], device, torch.float64) for r in roles}
-    exact = _by_torch(call, index, step, wide, _joined(grads, device, torch.float64), fused=True)
-    native = _by_torch(call, index, step, before, _joined(grads, device), fused=False)
-    return [(_joined([p.now[r] for p in batch], device), native[r], exact[r]) for r in roles]
+    native = _stepped(call, step, batch, None)
+    return [(_joined([p.now[r] for p in batch], device), native[r]) for r in batch[0].now]
+
+
+def _beside_fp64(call: UpdateCall, step: float | None, batch: Sequence[_Piece]) -> list[Item]:
+    """The same, and by torch in fp64."""
+    exact = _stepped(call, step, batch, torch.float64)
+    beside = zip(batch[0].now, _beside_torch(call, step, batch), strict=True)
+    return [(*sides, exact[role]) for role, sides in beside]
+
+
+def _stepped(
+    call: UpdateCall, step: float | None, batch: Sequence[_Piece], dtype: torch.dtype | None
+) -> Tensors:
+    """What torch's own step makes of a batch; dtype: computed in it, None for its own."""
+    device = batch[0].now["param"].device
+    before = {
+        role: _joined([piece.before[role] for piece in batch], device, dtype)
+        for role in batch[0].now
+    }
+    grad = _joined([piece.grad for piece in batch], device, dtype)
+    return _by_torch(call, call.indices[batch[0].position], step, before, grad)
 
 
 def _joined(
@@ -177,50 +244,63 @@ def _joined(
     return flat
 
 
-def _squares(call: UpdateCall, measured: Sequence[_Measured]) -> tuple[Squares, bool]:
+def _squares(measured: Sequence[_Measured], *, looked_at: bool) -> tuple[Squares, bool]:
     """What all batches make up of each tensor's size and errors, and whether all is finite.
 
-    Waits for the device once.
+    looked_at: where it is not, by what is finite; else it is NaN. Waits for the device.
     """
     squares: Squares = {}
-    if not measured:
-        return squares, True
-    norms = torch.cat([found.norms.flatten() for found in measured]).cpu()
-    parts = norms.split([found.norms.numel() for found in measured])
-    for found, own in zip(measured, parts, strict=True):
-        if own.isfinite().all():
-            by_role = figures_of_parts(own.view(found.norms.shape).tolist(), found.lengths)
+    finite = True
+    for found in measured:
+        own = found.norms.read()
+        known = bool(own.isfinite().all())  # a norm is finite where every element is
+        finite = finite and known
+        if known or not looked_at:
+            by_role = figures_of_parts(own.view(found.shape).tolist(), found.lengths)
         else:
-            by_role = measure_parts(_flat(call, found.step, found.batch), found.lengths)
+            by_role = measure_parts(found.sides(), found.lengths)
         for role, figures in zip(found.batch[0].now, by_role, strict=True):
             for piece, count, figure in zip(found.batch, found.lengths, figures, strict=True):
-                sums = squares.setdefault((piece.position, role), [0.0, 0.0, 0.0])
+                sums = squares.setdefault((piece.position, role), [0.0] * len(figure))
                 squares[piece.position, role] = [
                     total + count * f * f for total, f in zip(sums, figure, strict=True)
                 ]
-    # a norm is finite where every element is
-    return squares, bool(norms.isfinite().all())
+    return squares, finite
 
 
-def _worst(
+def _distance(size: float, distance: float) -> tuple[float, float, float]:
+    """The errors beside a step that is taken to be exact."""
+    return size, 0.0, distance
+
+
+def _error(size: float, own: float, error: float) -> tuple[float, float, float]:
+    """The errors beside fp64: torch's, and ours."""
+    return size, own, error
+
+
+def _beyond(
     squares: Squares,
-    dtypes: Mapping[int, torch.dtype],
-    counts: Mapping[int, int],
+    params: Mapping[int, Tensor],
     factor: float,
-) -> tuple[int, TensorError] | None:
-    """The first parameter that is wrong, by its worst tensor."""
+    errors: Callable[..., tuple[float, float, float]],
+) -> list[tuple[int, TensorError]]:
+    """Parameters whose error is more than the factor allows, each by its worst tensor.
+
+    errors: size, torch's error and ours, of a tensor's root mean squares.
+    """
     found: dict[int, list[TensorError]] = {}
     # below the normal numbers a GPU may flush to zero
     tiny = torch.finfo(torch.float32).tiny
     for (position, role), sums in squares.items():
-        count = counts[position]
-        size, own, error = (math.sqrt(total / count) for total in sums)
-        ratio = excess(error, own, dtypes[position], size, size, factor)
+        count, dtype = params[position].numel(), params[position].dtype
+        size, own, error = errors(*(math.sqrt(total / count) for total in sums))
+        ratio = excess(error, own, dtype, size, size, factor)
         if not (ratio <= factor * luck(count) or error < tiny):
             found.setdefault(position, []).append(TensorError(role, 0, error, own, ratio))
-    for position, errors in found.items():
-        return position, max(errors, key=lambda e: math.inf if math.isnan(e.ratio) else e.ratio)
-    return None
+    return [
+        (position, max(errors, key=lambda e: math.inf if math.isnan(e.ratio) else e.ratio))
+        for position, errors in found.items()
+    ]
 
 
 def _by_torch(
@@ -229,17 +309,16 @@ def _by_torch(
     step: float | None,
     before: Tensors,
     grad: Tensor,
-    *,
-    fused: bool,
 ) -> Tensors:
     """One step of an optimizer of the user's class and options over flat pieces of parameters.
 
-    before: is written, and returned. fused: by torch's one kernel, which rounds once, in place of
-    its single operators, which round as often as the user's do.
+    before: is written, and returned. By torch's one kernel, where it has one; but of halves by
+    single operators, which round as often as the user's do.
     """
     optimizer, group = call.handle.optimizer, call.handle.group_of(index)
     param = nn.Parameter(before["param"])
     param.grad = grad.to(param.dtype)
+    fused = param.dtype in (torch.float32, torch.float64)
     options = {**group, "foreach": False, "fused": fused, "capturable": False}
     made = type(optimizer)([{**options, "params": [param]}])
     states: dict[str, Any] = {role: t for role, t in before.items() if role != "param"}

@@ -10,7 +10,7 @@ from torch import Tensor, fx
 
 from autodiff.reference import run_nodes
 from trainfuse.log import get_logger
-from trainfuse.runtime.gate import Gate
+from trainfuse.runtime.gate import Gate, References
 
 if TYPE_CHECKING:
     from trainfuse.capture.update_templates import UpdateTemplate
@@ -37,19 +37,16 @@ def compare_update(
 ) -> str | None:
     """What is wrong with a launch's update of a sample, or None; the sample is written."""
     nodes, inputs, outputs = _parts(template)
-    references = [gate.references(nodes, _flat(inputs, e), outputs) for e in sample]
+    found = gate.all_references(nodes, [_flat(inputs, entry) for entry in sample], outputs)
     launch(sample)
-    for entry, refs in zip(sample, references, strict=True):
+    pairs: list[tuple[list[Tensor], References]] = []
+    for entry, refs in zip(sample, found, strict=True):
         if refs is None:
             _log.warning("an update was not compared: no memory for its reference")
             continue
-        ours = [
-            entry[role].reshape(native.shape)
-            for role, native in zip(template.written, refs.native, strict=True)
-        ]
-        if (wrong := gate.compare(ours, refs)) is not None:
-            return wrong
-    return None
+        written = zip(template.written, refs.native, strict=True)
+        pairs.append(([entry[role].reshape(native.shape) for role, native in written], refs))
+    return gate.compare_all(pairs)
 
 
 def sample_of(entries: list[Entry], shared: Collection[str], aged: bool) -> list[Entry]:
