@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import operator
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -201,18 +200,23 @@ _SYMBOLIC: frozenset[Callable[..., Any]] = frozenset(
 )
 
 
+_NAMES: dict[int, tuple[object, str]] = {}
+"""Overloads' names by id, with the overload, which lives as long as torch.ops: planning asks for
+every node many times, and an overload's own hash is a call into Python."""
+
+
 def op_name(target: object) -> str:
     """Name under which a call target stands in the table."""
+    found = _NAMES.get(id(target))
+    if found is not None and found[0] is target:
+        return found[1]
     if target is operator.getitem:
         return "getitem"
     if isinstance(target, torch._ops.OpOverload):
-        return _overload_name(target)
+        name = str(target)
+        _NAMES[id(target)] = (target, name)
+        return name
     return "symbolic" if target in _SYMBOLIC else str(target)
-
-
-@functools.cache  # overloads live as long as torch.ops; planning asks for every node many times
-def _overload_name(overload: torch._ops.OpOverload) -> str:
-    return str(overload)
 
 
 def lookup(target: object) -> OpRow:

@@ -9,6 +9,7 @@ import torch
 
 from autodiff.graph import Refusal
 from trainfuse.capture.optimizers import UpdateHandle, admit_optimizer, handle_for
+from trainfuse.capture.update_templates import UpdateTemplate
 
 CASES = {
     "sgd": (torch.optim.SGD, {"lr": 0.1}),
@@ -138,6 +139,21 @@ def test_changed_options_make_a_new_handle() -> None:
     assert handle_for(optimizer) is first, "betas are device scalars, as OneCycleLR moves them"
     optimizer.param_groups[0]["eps"] = 1e-6
     assert handle_for(optimizer) is not first
+
+
+def test_equal_updates_are_traced_once() -> None:
+    """Whatever parameters and schedules they have; another baked-in option is another update."""
+
+    def template(**options: float) -> UpdateTemplate:
+        optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.randn(4))], **options)
+        (bucket,) = handle_for(optimizer).buckets([0], [torch.float32])
+        return bucket.template
+
+    first = template(lr=0.1, eps=1e-5)
+    assert template(lr=0.2, eps=1e-5, betas=(0.7, 0.8)) is first
+    assert template(lr=0.1, eps=1e-6) is not first
+    # equal, as numbers
+    assert template(lr=0.1, weight_decay=0.0) is not template(lr=0.1, weight_decay=-0.0)
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ from trainfuse.testing import (
     judge,
     step_gradients,
 )
+from trainfuse.testing.seeds import seed_all
 
 EPS = 1e-5
 FAULTS = (
@@ -174,6 +175,15 @@ def _training(lr: float = 0.5) -> Training:
     ]
     optimizer.param_groups[0]["lr"] = lr
     return training
+
+
+def test_seeds_are_torch_s_and_wait_for_no_device():
+    torch.manual_seed(7)
+    expected = torch.rand(3)
+    waiting = len(torch.cuda._queued_calls)
+    seed_all(7)
+    assert torch.equal(torch.rand(3), expected)
+    assert torch.cuda.is_initialized() or len(torch.cuda._queued_calls) == waiting
 
 
 def test_steps_pass_against_themselves():

@@ -22,6 +22,7 @@ from tests.gradients.programs.render import render
 from tests.gradients.programs.run import run_range, run_seed
 from tests.gradients.programs.shrink import shrink
 from tests.gradients.programs.tree import Compile, Leaf, Program, Statement, Update
+from tests.gradients.programs.world import World
 from trainfuse.codegen import lower as lowering
 
 ROOT = Path(__file__).parents[2]
@@ -45,6 +46,16 @@ def test_many_programs(start):
 def test_a_seed_is_one_program():
     assert generate(7).program == generate(7).program
     assert len({render(generate(seed).program) for seed in range(8)}) == 8
+
+
+def test_a_program_does_not_depend_on_where_memory_is_free():
+    """What autograd has saved keeps its address to itself, after everything else of it is gone."""
+    world = World(0)
+    world.add(Leaf("p0", "parameter", (4, 4)))
+    world.run(Statement(("v0",), "p0.sin().exp().sum()"))
+    world.values.clear()
+    assert len(world.saved) == 2
+    assert all(storage.data_ptr() == address for address, storage in world.saved.items())
 
 
 def test_a_process_for_the_gpu_stays_native(monkeypatch):

@@ -122,13 +122,15 @@ class DynamoSettings:
 
     `torch._dynamo.config.patch`, and even plain assignment, cost more than a small step's launch.
     Other threads' calls wait, as the configuration is theirs too. parameters_are_inputs: also those
-    that Dynamo would put into the graph, since it has met them in an optimizer.
+    that Dynamo would put into the graph, since it has met them in an optimizer. Nothing is told of
+    side effects, which are what a step is for: Dynamo would walk the stack for every gradient.
     """
 
     __slots__ = ("_apply", "_mark", "_reverts")
     depth: ClassVar[int] = 0
 
     def __init__(self, *, parameters_are_inputs: bool = False, **wanted: Any) -> None:
+        wanted = {"side_effect_replay_policy": "silent", **wanted}
         self._apply = torch._dynamo.config._make_closure_patcher(**wanted)
         self._mark = _mark_of_no_parameter if parameters_are_inputs else _STOCK_MARK
         self._reverts: list[tuple[Callable[[], None], Callable[[Any], Any]]] = []
@@ -197,6 +199,11 @@ def _nowhere(source: Any) -> bool:
     return False
 
 
+def _untimed(*_: Any) -> float:
+    """How long new guards take, which nobody asks: Dynamo empties the caches to measure it."""
+    return 0.0
+
+
 def apply_function(
     forward: fx.GraphModule, backward: fx.GraphModule, *args: Any, **facts: Any
 ) -> Any:
@@ -248,6 +255,7 @@ _MENDED: tuple[tuple[Any, str, Any, Any], ...] = (
     (SideEffects, "load_attr", _load_attr, _STOCK_LOAD_ATTR),
     (builder, "make_dupe_guard", _same_object_guard, _STOCK_DUPE_GUARD),
     (guards, "is_from_optimizer_source", _nowhere, _STOCK_OPTIMIZER_SOURCE),
+    (guards, "profile_guard_manager", _untimed, guards.profile_guard_manager),
     (AutogradFunctionApply, "__call__", _apply_method, AutogradFunctionApply.__call__),
     (misc.AutogradFunctionVariable, "call_apply", _call_apply, _STOCK_CALL_APPLY),
     (

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from autodiff.graph import Refusal
 from trainfuse.capture import compat
-from trainfuse.capture.update_templates import ROWS, UpdateTemplate, trace_template
+from trainfuse.capture.update_templates import ROWS, UpdateTemplate, template_of
 from trainfuse.log import say_once
 
 _ADDED = (
@@ -85,7 +85,6 @@ class UpdateHandle:
         self._views: list[tuple[dict[str, Any], Tensor]] = []
         self._versions: list[int] = []
         self._advances: dict[tuple[int, ...], list[tuple[Tensor, Tensor | int]]] = {}
-        self._templates: dict[object, UpdateTemplate] = {}
         self.refusal = self._refuse(optimizer)
         optimizer.register_load_state_dict_post_hook(self.mark_stale)
         optimizer.register_step_post_hook(self.stepped_outside)
@@ -149,17 +148,15 @@ class UpdateHandle:
         indices: flat parameter indices in the node's order; grad_dtypes: one a parameter.
         """
         groups = self.optimizer.param_groups
-        found: dict[object, list[int]] = {}
+        found: dict[tuple[int, torch.dtype, torch.dtype, torch.device], list[int]] = {}
         for position, (index, grad_dtype) in enumerate(zip(indices, grad_dtypes, strict=True)):
             param = self.params[index]
             key = (self._group_of[index], param.dtype, grad_dtype, param.device)
             found.setdefault(key, []).append(position)
             self.make_state(index)
-            if key not in self._templates:
-                group = groups[self._group_of[index]]
-                self._templates[key] = trace_template(self.row, group, param.dtype, grad_dtype)
         return tuple(
-            Bucket(self._templates[key], tuple(positions)) for key, positions in found.items()
+            Bucket(template_of(self.row, groups[number], dtype, grad_dtype), tuple(positions))
+            for (number, dtype, grad_dtype, _), positions in found.items()
         )
 
     def make_state(self, index: int) -> None:

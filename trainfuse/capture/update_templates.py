@@ -171,6 +171,23 @@ def _stands_in(value: Any) -> bool:
     return isinstance(value, float) and any(value in (v, 1 - v) for v in _STAND_INS.values())
 
 
+_SHARED: dict[Any, UpdateTemplate] = {}
+_MOST_SHARED = 64
+
+
+def template_of(
+    row: OptimizerRow, group: Mapping[str, Any], param_dtype: torch.dtype, grad_dtype: torch.dtype
+) -> UpdateTemplate:
+    """The template of a group's update: the same, not to be changed, for all groups like it."""
+    # as text, 0.0 is neither -0.0 nor False, and nan is itself
+    key = (row.call, repr(row.options(group)), param_dtype, grad_dtype)
+    if key not in _SHARED:
+        if len(_SHARED) == _MOST_SHARED:
+            del _SHARED[next(iter(_SHARED))]
+        _SHARED[key] = trace_template(row, group, param_dtype, grad_dtype)
+    return _SHARED[key]
+
+
 def trace_template(
     row: OptimizerRow, group: Mapping[str, Any], param_dtype: torch.dtype, grad_dtype: torch.dtype
 ) -> UpdateTemplate:

@@ -97,7 +97,7 @@ def assemble(name: str, module: Module, target: Target) -> GroupKernel:
         for kernel in module.kernels
     )
     workspaces = tuple((space.shape, space.dtype) for space in module.workspaces)
-    facts = repr((source, launches, workspaces, library_text()))
+    facts = repr((source, launches, workspaces, library_digest()))
     key = hashlib.sha256(facts.encode()).hexdigest()
     return GroupKernel(
         key, name, source, launches, workspaces, module.in_place, module.whole_vectors
@@ -105,9 +105,9 @@ def assemble(name: str, module: Module, target: Target) -> GroupKernel:
 
 
 @cache
-def library_text() -> str:
-    """Source of the helpers that kernels call: a change there is a change of every kernel."""
-    return inspect.getsource(triton_lib)
+def library_digest() -> str:
+    """Hash of the helpers that kernels call: a change there is a change of every kernel."""
+    return hashlib.sha256(inspect.getsource(triton_lib).encode()).hexdigest()
 
 
 def lower_nodes(

@@ -12,6 +12,7 @@ from torch import nn
 
 from autodiff.compare import GradientReport, judge, relative_errors
 from trainfuse.testing.reference import double_precision, fused_masks
+from trainfuse.testing.seeds import seed_all
 from trainfuse.testing.steps import clones, misplaced, strides
 from trainfuse.testing.trees import map_tensors, tensors
 
@@ -61,7 +62,7 @@ def differentiate(fn: Step, args: Any, seed: int, call: Step | None = None) -> R
     inputs = {f"d_arg{i}": a for i, a in enumerate(leaves) if a.requires_grad}
     if isinstance(fn, nn.Module):
         inputs |= {f"d_{n}": p for n, p in fn.named_parameters() if p.requires_grad}
-    torch.manual_seed(seed)
+    seed_all(seed)
     outputs = {f"output{i}": o for i, o in enumerate(tensors((call or fn)(*args)))}
     learns = {name: o.requires_grad for name, o in outputs.items()}
     results = clones(outputs.items())

@@ -15,6 +15,7 @@ from torch import nn
 from autodiff.compare import GradientReport, TensorError, judge, relative_errors
 from trainfuse.settings import settings
 from trainfuse.testing.reference import double_precision, fused_masks
+from trainfuse.testing.seeds import seed_all
 from trainfuse.testing.trees import map_tensors, tensors
 
 Step = Callable[..., Any]
@@ -98,7 +99,7 @@ def step_gradients(
     are to be trainfuse's own, "eager" for torch's (as the inductor backend draws them). Batches
     are used in turn.
     """
-    torch.manual_seed(seed)
+    seed_all(seed)
     training = make()
     if dtype is torch.float64:
         training.model.double()
@@ -117,7 +118,7 @@ def step_gradients(
                 stack.enter_context(fused_masks(rng == "fast"))
             if dtype is torch.float64:
                 stack.enter_context(double_precision())
-            torch.manual_seed(seed + 1 + i)
+            seed_all(seed + 1 + i)
             output = step(*batch)
         grads = {n: p.grad for n, p in training.model.named_parameters()}
         results = {f"output{j}": t for j, t in enumerate(tensors(output))}

@@ -10,7 +10,7 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tests.gradients.programs.jobs import CHUNK, prepare, run_chunk
+from tests.gradients.programs.jobs import CHUNK, CHUNKS, prepare, run_chunk
 
 if TYPE_CHECKING:
     from tests.gradients.programs.run import Outcome
@@ -51,7 +51,7 @@ def main() -> int:
     ]
     tally, began = Tally(), time.monotonic()
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(asked.jobs, context, max_tasks_per_child=1) as pool:
+    with ProcessPoolExecutor(asked.jobs, context, max_tasks_per_child=CHUNKS) as pool:
         for done in as_completed([pool.submit(run_chunk, task) for task in tasks]):
             outcomes = done.result()
             tally.add(outcomes)

@@ -8,6 +8,7 @@ trainfuse runs here.
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -21,6 +22,7 @@ from tests.gradients.programs.render import definitions, draws_eagerly
 from tests.gradients.programs.tree import Program
 from trainfuse.testing import double_precision, fused_masks
 from trainfuse.testing.functions import Run, compare_runs, differentiate, fresh
+from trainfuse.testing.seeds import seed_all
 from trainfuse.testing.steps import PARTS, StepTrace, Training, compare_traces, step_gradients
 
 # Operators that give their operands' bits, or zeros and draws: nothing is rounded there.
@@ -61,8 +63,7 @@ class Jitter(TorchDispatchMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         result = func(*args, **(kwargs or {}))
-        name = func._schema.name.partition("::")[2]
-        if name in _EXACT or name.startswith("_foreach") or _is_view(func):
+        if not _rounds(func):
             return result
         most = max((v.numel() for v in args if isinstance(v, Tensor)), default=0)
         if func._schema.is_mutable:
@@ -89,9 +90,13 @@ class Jitter(TorchDispatchMode):
         return moved.copy_(value.double() * by)
 
 
-def _is_view(func: Any) -> bool:
+@functools.cache
+def _rounds(func: Any) -> bool:
+    """Whether an operator computes what a type may not hold."""
+    name = func._schema.name.partition("::")[2]
     aliases = [r.alias_info for r in func._schema.returns]
-    return any(alias is not None and not alias.is_write for alias in aliases)
+    is_view = any(alias is not None and not alias.is_write for alias in aliases)
+    return not (name in _EXACT or name.startswith("_foreach") or is_view)
 
 
 def _floats(result: Any) -> Iterator[Tensor]:
@@ -149,7 +154,7 @@ class Reference:
         )
 
     def _differentiated(self, dtype: torch.dtype | None, jitter: int | None) -> Run:
-        torch.manual_seed(self.program.seed)
+        seed_all(self.program.seed)
         fn, args = fresh(self.names["function"], self.names["arguments"](), dtype)
         if jitter is not None:
             with fused_masks(self.rng == "fast"), Jitter(jitter):

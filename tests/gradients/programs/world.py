@@ -16,6 +16,7 @@ from torch.nn import functional
 
 from tests.gradients.programs.render import leaf_text
 from tests.gradients.programs.tree import Block, BlockKind, Leaf, Line, Statement
+from trainfuse.testing.seeds import seed_all
 
 SCOPE: dict[str, Any] = {"torch": torch, "nn": nn, "functional": functional, "DEVICE": "cpu"}
 
@@ -36,18 +37,18 @@ def context_of(kind: BlockKind) -> Iterator[None]:
 
 
 class World:
-    """Values by name. saved: storages that a backward will read; marked: those with a half value
-    behind them."""
+    """Values by name. saved: storages that a backward will read, by address, which nothing else may
+    be given: a program must not depend on where memory is free."""
 
     def __init__(self, seed: int) -> None:
         self.seed = seed
         self.values: dict[str, Any] = {}
-        self.saved: set[int] = set()
+        self.saved: dict[int, torch.UntypedStorage] = {}
 
     def add(self, leaf: Leaf) -> None:
         """Make a leaf's tensor, from a generator of its own name."""
         with torch.random.fork_rng(devices=()):
-            torch.manual_seed(self.seed * 1009 + int(leaf.name[1:]) * 31 + ord(leaf.name[0]))
+            seed_all(self.seed * 1009 + int(leaf.name[1:]) * 31 + ord(leaf.name[0]))
             if leaf.tied:
                 value = self.values[leaf.tied]
             else:
@@ -70,8 +71,12 @@ class World:
         return [self.values[name] for name in statement.targets]
 
     def _saved(self, tensor: Tensor) -> Tensor:
-        self.saved.add(tensor.untyped_storage().data_ptr())
-        return tensor
+        self._save(tensor)
+        return tensor.detach()  # an operator's own result would keep the operator, and itself
+
+    def _save(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        self.saved[storage.data_ptr()] = storage
 
     def play(self, leaves: Sequence[Leaf], body: Sequence[Line]) -> None:
         """Start over with these leaves and lines."""
@@ -92,7 +97,7 @@ class World:
     def protect(self, names: Sequence[str]) -> None:
         """A checkpoint reads its arguments again: nothing may write to them."""
         for name in names:
-            self.saved.add(self.values[name].untyped_storage().data_ptr())
+            self._save(self.values[name])
 
     def forget(self, names: set[str]) -> None:
         """Names of a checkpoint's inside."""

@@ -179,14 +179,14 @@ def live_tiles(group: Group) -> int:
     every = frozenset(range(len(domain.sizes)))
     full = {node for node in domain.axes if own_axes(domain, node) == every}
     order = [n for n in needed(group) if lookup(n.target).kind != "view"]
+    reads = [{root(group, operand) for operand in node.all_input_nodes} for node in order]
     last: dict[fx.Node, int] = {}
-    for place, node in enumerate(order):
-        for operand in node.all_input_nodes:
-            last[root(group, operand)] = place
+    for place, operands in enumerate(reads):
+        last.update(dict.fromkeys(operands, place))
     alive: set[fx.Node] = set()
     most = 1
-    for place, node in enumerate(order):
-        alive |= {root(group, n) for n in node.all_input_nodes} & full
+    for place, (node, operands) in enumerate(zip(order, reads, strict=True)):
+        alive |= operands & full
         alive |= {node} & full
         most = max(most, len(alive))
         alive = {n for n in alive if last.get(n, -1) > place}
@@ -195,9 +195,11 @@ def live_tiles(group: Group) -> int:
 
 def root(group: Group, node: fx.Node) -> fx.Node:
     """The value behind a chain of views of a group."""
-    members = set(group.nodes)
     while (
-        node in members and lookup(node.target).kind == "view" and op_name(node.target) != "getitem"
+        node.op == "call_function"
+        and lookup(node.target).kind == "view"
+        and op_name(node.target) != "getitem"
+        and node in group.nodes
     ):
         node = node.args[0]  # type: ignore[assignment]  # a view's source
     return node

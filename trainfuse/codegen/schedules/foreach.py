@@ -26,7 +26,7 @@ from torch import Tensor, fx
 
 from autodiff.graph import Refusal
 from autodiff.ops import lookup
-from trainfuse.codegen.lower import library_text
+from trainfuse.codegen.lower import library_digest
 from trainfuse.codegen.scalars import TRITON_TYPE, compute_dtype
 from trainfuse.codegen.schedules.foreach_tables import ALIGNMENT_BYTES, BLOCK, CHUNK_SIZES
 from trainfuse.codegen.targets import SIMULATED, Target
@@ -111,7 +111,7 @@ def lower_foreach(
     flat = [role for role in per_tensor if _value(sorted_template.inputs[role]).dim() > 0]
     traffic = sum(storage[role].itemsize for role in flat)
     traffic += sum(storage[role].itemsize for role in written if role in flat)
-    key = hashlib.sha256(repr((source, NUM_WARPS, library_text())).encode()).hexdigest()
+    key = hashlib.sha256(repr((source, NUM_WARPS, library_digest())).encode()).hexdigest()
     return ForeachKernel(
         key=key,
         name=f"foreach_update_{key[:8]}",
