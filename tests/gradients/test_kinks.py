@@ -171,3 +171,40 @@ def test_a_well_classified_sample_keeps_its_gradient():
     assert_gradients_match(
         loss, (x,), compile_fn=lambda fn: trainfuse.compile(fn, backend="triton")
     )
+
+
+def _guarded_root(variance: Tensor) -> Tensor:
+    return torch.where(variance > 0, variance, 1.0).sqrt()
+
+
+DEVIATIONS: dict[str, Callable[[Tensor, Any], Any]] = {
+    "std": lambda x, dim: x.std(dim),
+    "std and mean": torch.std_mean,
+    "guarded root": lambda x, dim: _guarded_root(0.5 * x.var(dim, correction=0)),
+    "compared": lambda x, dim: x.var(dim).eq(0) + x.mean(dim),
+}
+
+
+@pytest.mark.parametrize("deviation", DEVIATIONS)
+@pytest.mark.parametrize(
+    ("sizes", "dim"),
+    [
+        ((4, 7), -1),  # rows in registers
+        ((37, 600), 0),  # columns, whose lanes are merged
+        ((10, 40_000), -1),  # rows in chunks
+        ((7, 9), None),  # everything
+    ],
+)
+def test_equal_values_have_no_deviation(deviation, sizes, dim):
+    """Eager's variance of them is 0, whatever their mean rounds to, and so is a root's gradient."""
+    values = torch.rand(sizes).mean(dim, keepdim=True) if dim is not None else torch.rand(())
+    x = values.expand(sizes).clone().requires_grad_()
+    function = DEVIATIONS[deviation]
+    compiled = []
+
+    def compile_fn(fn: Callable[..., Any]) -> Callable[..., Any]:
+        compiled.append(trainfuse.compile(fn, backend="triton", fallback=False, verify="off"))
+        return compiled[0]
+
+    assert_gradients_match(lambda x: function(x, dim), (x,), compile_fn=compile_fn)
+    assert compiled[0].stats()["kernels"] > 0

@@ -56,6 +56,15 @@ class Reduction:
         return self.op in ("var", "var_mean")
 
     @property
+    def exact_zero(self) -> bool:
+        """Whether the variance of equal values must be 0, and not what rounding leaves of it.
+
+        Eager's is (Welford's method). A root's slope, or whether a deviation is 0, tells the
+        difference; what adds an epsilon first, as norms do, doesn't.
+        """
+        return self.moments and _told_from_zero(self.node, self.op == "var_mean")
+
+    @property
     def states(self) -> tuple[str, ...]:
         """Suffixes of the accumulators."""
         return ("count", "mean", "m2") if self.moments else ("acc",)
@@ -72,6 +81,26 @@ class Reduction:
     def correction(self) -> float:
         given = argument(self.node, "correction")
         return 1 if given is None else given
+
+
+_TELLING = frozenset("sqrt rsqrt reciprocal log log2 log10 pow div eq ne gt ge lt le sign".split())
+_SCALING = frozenset("view permute squeeze unsqueeze expand clone mul neg abs".split())
+_CASTS = frozenset({"_to_copy", "convert_element_type"})
+
+
+def _told_from_zero(node: fx.Node, paired: bool) -> bool:
+    """Whether a reader is not smooth at 0, but for factors; paired: it has a mean, too."""
+    pending = [node]
+    if paired:
+        pending = [user for user in node.users if user.args[1] == 0]
+    while pending:
+        for user in pending.pop().users:
+            name = op_name(user.target).partition(".")[2].partition(".")[0]
+            if name in _TELLING:
+                return True
+            if name in _SCALING | _CASTS:
+                pending.append(user)
+    return False
 
 
 def parse(node: fx.Node, domain: Domain) -> Reduction:
@@ -335,7 +364,8 @@ def merge(builder: Builder, red: Reduction, names: Sequence[str], position: int)
     """States reduced along one dimension of the tile."""
     done = [f"{name}_all" for name in names]
     if red.moments:
-        text = f"lib.merge_moments({', '.join(names)}, {position}, {builder.rank > 1})"
+        merging = "merge_equal_moments" if red.exact_zero else "merge_moments"
+        text = f"lib.{merging}({', '.join(names)}, {position}, {builder.rank > 1})"
         builder.body.append(Reduce(", ".join(done), text, "merge the lanes"))
     else:
         builder.body.append(Reduce(done[0], lanes(builder, red, names[0], position)))

@@ -383,6 +383,17 @@ def merge_moments(count, mean, m2, axis: tl.constexpr, keep_dims: tl.constexpr):
 
 
 @triton.jit
+def merge_equal_moments(count, mean, m2, axis: tl.constexpr, keep_dims: tl.constexpr):
+    """The same, with no deviation where all means are equal: theirs from a mean of them is none."""
+    total = reduce_sum(count, axis, keep_dims)
+    merged = reduce_sum(count * mean, axis, keep_dims) / tl.maximum(total, 1.0)
+    off = reduce_sum(count * (mean - merged), axis, keep_dims)
+    merged = merged + off / tl.maximum(total, 1.0)
+    shift = mean - merged
+    return total, merged, reduce_sum(m2 + count * shift * shift, axis, keep_dims)
+
+
+@triton.jit
 def online_softmax(top, total, x, COARSE: tl.constexpr, keep_dims: tl.constexpr = False):
     """One chunk of a row into (maximum, sums of exp(x - maximum) a lane); keep_dims: of several.
 
