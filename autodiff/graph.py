@@ -113,7 +113,11 @@ class TrainingGraph:
         graph = fx.Graph()
         mapping: dict[fx.Node, fx.Node] = {}
         for node in self.graph.nodes:
-            mapping[node] = graph.node_copy(node, lambda n: mapping[n])
+            # arguments that are set afterwards are not searched, leaf by leaf, for sizes
+            made = graph.create_node(node.op, node.target, name=node.name, type_expr=node.type)
+            made.args, made.kwargs = fx.map_arg((node.args, node.kwargs), mapping.__getitem__)
+            made.meta.update(node.meta)
+            mapping[node] = made
         facts = {mapping[node]: fact for node, fact in self.facts.items()}
         gm = _compat.graph_module(self.gm, graph)
         return replace(self, gm=gm, facts=facts), mapping

@@ -107,6 +107,9 @@ class _Grouping:
         self.members: dict[int, list[fx.Node]] = {}
         self.borrowed: dict[int, list[fx.Node]] = {}
         self.failed: dict[int, set[int]] = {}
+        # what units read, until they grow: each pair of neighbours asks again
+        self._reads: dict[int, frozenset[fx.Node]] = {}
+        self._whole_reads: dict[int, frozenset[fx.Node]] = {}
         self.tried: set[tuple[Any, ...]] = set()
         # First what is computed once, such as 1 / sqrt(var + eps) by what sums the variance; only
         # then may a kernel make a small value again in each of its elements.
@@ -165,24 +168,28 @@ class _Grouping:
         found = self.reach.find(index)
         return found if found in self.members else None
 
-    def reads(self, unit: int) -> set[fx.Node]:
+    def reads(self, unit: int) -> frozenset[fx.Node]:
         """Roots that a unit reads from outside; constants cost nothing."""
-        own = set(self.members[unit])
-        return {
-            source
-            for member in own
-            for source in self.flow.reads[member]
-            if source not in own and source not in self.free
-        }
+        if unit not in self._reads:
+            own = set(self.members[unit])
+            found = {source for member in own for source in self.flow.reads[member]}
+            self._reads[unit] = frozenset(found - own - self.free)
+        return self._reads[unit]
 
-    def whole_reads(self, unit: int) -> set[fx.Node]:
+    def whole_reads(self, unit: int) -> frozenset[fx.Node]:
         """Those of the reads that aren't only indexed: two lookups needn't touch the same rows."""
-        return self.reads(unit) - {root(node) for node in looked_up(self.members[unit])}
+        if unit not in self._whole_reads:
+            indexed = {root(node) for node in looked_up(self.members[unit])}
+            self._whole_reads[unit] = self.reads(unit) - indexed
+        return self._whole_reads[unit]
 
     def join(self, first: int, second: int) -> int:
         """Make one unit of two."""
         kept = self.reach.merge(first, second)
         gone = second if kept == first else first
+        for known in (self._reads, self._whole_reads):
+            known.pop(kept, None)
+            known.pop(gone, None)
         self.members[kept] = self.members[kept] + self.members.pop(gone)
         self.borrowed[kept] = self.borrowed[kept] + self.borrowed.pop(gone)
         self.failed[kept] |= self.failed.pop(gone)
