@@ -208,3 +208,17 @@ def test_equal_values_have_no_deviation(deviation, sizes, dim):
 
     assert_gradients_match(lambda x: function(x, dim), (x,), compile_fn=compile_fn)
     assert compiled[0].stats()["kernels"] > 0
+
+
+@pytest.mark.parametrize(("sizes", "dim"), [((4, 7), -1), ((37, 600), 0), ((2, 40_000), -1)])
+def test_a_mean_with_an_infinity_is_infinite(sizes, dim):
+    """The error of a mean, which is added for the deviation's sake, is NaN then."""
+    x = torch.rand(sizes)
+    x.select(dim, -1).fill_(INF)  # the last: Welford's mean, as eager's, is NaN after it
+    compiled = trainfuse.compile(
+        lambda x: torch.std_mean(x, dim), backend="triton", fallback=False, verify="off"
+    )
+    deviation, mean = compiled(x)
+    assert compiled.stats()["kernels"] > 0
+    assert deviation.isnan().all()
+    assert torch.equal(mean, torch.full_like(mean, INF))

@@ -151,20 +151,20 @@ def held_moments(
     mean = f"{base}_mean"
     total = whole_row(builder, red, axis, parts)
     builder.body.append(Reduce(mean, f"({total}) / {red.count}", note))
+    center = mean
     if red.exact_zero:
         # equal values deviate alike from their rounded mean: with that added, not at all
         parts = [
             guarded(builder, (axis,), i, f"{text} - {mean}", "0.0") for i, text in enumerate(texts)
         ]
-        exact = f"{base}_center"
+        center = f"{base}_center"
         total = whole_row(builder, red, axis, parts)
-        builder.body.append(Reduce(exact, f"{mean} + ({total}) / {red.count}", note))
-        mean = exact
+        builder.body.append(Reduce(center, f"{mean} + ({total}) / {red.count}", note))
     squares: list[str] = []
     for index, text in enumerate(texts):
         name = f"{base}_d" if len(texts) == 1 else f"{base}_d{index}"
         builder.body.append(
-            Define(name, guarded(builder, (axis,), index, f"{text} - {mean}", "0.0"))
+            Define(name, guarded(builder, (axis,), index, f"{text} - {center}", "0.0"))
         )
         squares.append(f"{name} * {name}")
     m2 = f"{base}_m2"

@@ -388,7 +388,7 @@ def merge_equal_moments(count, mean, m2, axis: tl.constexpr, keep_dims: tl.const
     total = reduce_sum(count, axis, keep_dims)
     merged = reduce_sum(count * mean, axis, keep_dims) / tl.maximum(total, 1.0)
     off = reduce_sum(count * (mean - merged), axis, keep_dims)
-    merged = merged + off / tl.maximum(total, 1.0)
+    merged = merged + tl.where(off - off == 0.0, off, 0.0) / tl.maximum(total, 1.0)  # inf stays
     shift = mean - merged
     return total, merged, reduce_sum(m2 + count * shift * shift, axis, keep_dims)
 
