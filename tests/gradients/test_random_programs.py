@@ -58,6 +58,19 @@ def test_a_program_does_not_depend_on_where_memory_is_free():
     assert all(storage.data_ptr() == address for address, storage in world.saved.items())
 
 
+def test_a_view_that_torch_refuses_to_show_is_not_written():
+    """One of several, whose base was written to: to ask for its history raises."""
+    world = World(0)
+    world.add(Leaf("p0", "parameter", (4, 4)))
+    for targets, text in (
+        (("v0",), "p0 * 2"),
+        (("v1", "v2"), "v0.chunk(2)"),
+        ((), "v0.mul_(2)"),
+    ):
+        world.run(Statement(targets, text))
+    assert not world.writable("v1")
+
+
 def test_a_process_for_the_gpu_stays_native(monkeypatch):
     """Programs are tried on the CPU, where nothing of ours runs: kernels stay compiled ones.
 

@@ -52,7 +52,10 @@ def main() -> int:
     tally, began = Tally(), time.monotonic()
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(asked.jobs, context, max_tasks_per_child=CHUNKS) as pool:
-        for done in as_completed([pool.submit(run_chunk, task) for task in tasks]):
+        futures = [pool.submit(run_chunk, task) for task in tasks]
+        for done in as_completed(futures):
+            if done.exception() is not None:  # the harness's own: not after all other chunks
+                pool.shutdown(cancel_futures=True)
             outcomes = done.result()
             tally.add(outcomes)
             for outcome in outcomes:

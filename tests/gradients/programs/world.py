@@ -107,7 +107,10 @@ class World:
     def writable(self, name: str) -> bool:
         """Whether a statement may write to a value in place."""
         value = self.values[name]
-        if value.is_leaf and value.requires_grad:
+        try:
+            if value.is_leaf and value.requires_grad:
+                return False
+        except RuntimeError:  # one of several views, of what was written to since
             return False
         if value.untyped_storage().data_ptr() in self.saved:
             return False
