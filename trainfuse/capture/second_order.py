@@ -25,7 +25,7 @@ from torch.nn import functional
 from autodiff import ops
 from autodiff.graph import Refusal, TrainingGraph
 from autodiff.masks import ATTENTION, DROPOUT, Masks, installed
-from trainfuse.capture import compat
+from trainfuse.capture import compat, modes
 from trainfuse.capture.overlap import OVERLAP, OverlapGuard
 from trainfuse.capture.reach import Outline, reached
 from trainfuse.errors import GradientOfGradient
@@ -106,10 +106,10 @@ class Region:
         """The region's results; differentiable, as its graph's are."""
         compiled = self._compiled
         if compiled is None:
-            return self._gm(*args)
+            return self._eagerly(args)
         if self._facts.written and self._overlap(args):
             self._notice(_OVERLAPS)
-            return self._gm(*args)
+            return self._eagerly(args)
         if not torch.is_grad_enabled():
             return compiled(*args)
         states = compat.rng_states(args) if self._facts.draws else None
@@ -123,6 +123,10 @@ class Region:
             node = _node(results[wiring.root], wiring.depth)
             node.register_hook(functools.partial(self._differentiated, _hold(args), states))
         return results
+
+    def _eagerly(self, args: Sequence[Any]) -> Sequence[Any]:
+        with modes.kept():
+            return self._gm(*args)
 
     def _overlap(self, args: Sequence[Any]) -> bool:
         guard = self._overlaps
@@ -315,6 +319,7 @@ def _source(value: Any) -> tuple[int, Any, int] | None:
 def _as_before(facts: RegionFacts, states: Any) -> Iterator[None]:
     """Grad mode, autocast and generators as they were when the region ran."""
     with ExitStack() as stack:
+        stack.enter_context(modes.kept())
         stack.enter_context(torch.enable_grad())
         for device_type, enabled, dtype in facts.autocast:
             stack.enter_context(torch.autocast(device_type, dtype=dtype, enabled=enabled))

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from autodiff.masks import ATTENTION, DROPOUT, Masks, installed
-from trainfuse.capture import compat
+from trainfuse.capture import compat, modes
 from trainfuse.capture.optimizers import find_handle
 
 Copies = Callable[[Sequence[Tensor]], list[Tensor]]
@@ -123,6 +123,7 @@ class Shadow:
 
     def _run(self, args: Sequence[Any], update: Callable[..., None], masks: Masks | None) -> Any:
         with contextlib.ExitStack() as stack:
+            stack.enter_context(modes.kept())
             stack.enter_context(torch.enable_grad())
             for device, (enabled, dtype) in self._autocast.items():
                 stack.enter_context(torch.autocast(device, dtype, enabled))

@@ -6,7 +6,9 @@ must not be in interpreter mode: tests do this in a subprocess.
 
 from __future__ import annotations
 
+import functools
 import importlib.util
+import itertools
 import re
 import tempfile
 from collections.abc import Sequence
@@ -107,9 +109,18 @@ def _usage(function: str, compiled: Any) -> Usage:
     )
 
 
+_NUMBERS = itertools.count()
+
+
+@functools.cache
+def _folder() -> tempfile.TemporaryDirectory[str]:
+    """Where the process writes the kernels that it compiles; goes with it."""
+    return tempfile.TemporaryDirectory(prefix="trainfuse-check-")
+
+
 def _imported(source: str) -> Any:
     """The module of a kernel's source; Triton reads function text back from its file."""
-    path = Path(tempfile.mkdtemp(prefix="trainfuse-check-")) / "kernels.py"
+    path = Path(_folder().name) / f"kernels_{next(_NUMBERS)}.py"
     path.write_text(source)
     spec = importlib.util.spec_from_file_location("trainfuse_checked", path)
     assert spec is not None
