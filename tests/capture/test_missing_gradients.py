@@ -239,6 +239,28 @@ def test_an_input_that_is_written_with_history(view: bool, backend: str) -> None
     assert_like_eager(scenario, backend)
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_region_that_returns_nothing(backend: str) -> None:
+    def scenario(compile_: Callable[..., Any]) -> Any:
+        model, found = Model(heads), []
+
+        def scale(h: torch.Tensor, k: torch.Tensor, x: torch.Tensor) -> None:
+            h.mul_(model.layers[0](x))
+            k.mul_(model.layers[1](x))
+
+        scale = compile_(scale)
+        for used in range(3):
+            x = batch(1)[0].requires_grad_()
+            model.zero_grad()
+            h, k = model.trunk(x), model.trunk(x.detach())
+            scale(h, k, x)
+            (h, k, h * k)[used].square().sum().backward()
+            found.append(gradients(model, x))
+        return found
+
+    assert_like_eager(scenario, backend)
+
+
 def test_what_cannot_be_followed_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     """Zeros are the rest then, with the reason."""
 

@@ -68,10 +68,11 @@ class RegionFacts:
 class _Wiring:
     """How the compiled node hangs between a region's inputs and outputs; equal at every call.
 
-    root, depth: which result leads to the node, and by how many views. results: node output ->
-    result. inputs: the input behind each of the node's edges, None where no gradient goes.
-    views: node output -> every result or, after those, input as the call leaves it, that is it or a
-    view of it. outlines: of the inputs. problem: why the region can't be repeated, or None.
+    Results and, numbered after them, inputs as the call leaves them: root, depth: which one leads
+    to the node, and by how many views; views: node output -> all that are it or a view of it.
+    results: node output -> the result that is it. inputs: the input behind each of the node's
+    edges, None where no gradient goes. outlines: of the inputs. problem: why the region can't be
+    repeated, or None.
     """
 
     root: int
@@ -120,7 +121,7 @@ class Region:
             assert before is not None
             wiring = self._wiring = _wire(args, results, before)
         if wiring.root >= 0:
-            node = _node(results[wiring.root], wiring.depth)
+            node = _node((*results, *args)[wiring.root], wiring.depth)
             node.register_hook(functools.partial(self._differentiated, _hold(args), states))
         return results
 
@@ -278,7 +279,7 @@ def _wire(args: Sequence[Any], results: Sequence[Any], before: _Before) -> _Wiri
         # what the region makes of an input, as a view, leads to the node that made the input
         if source is None or source[1] in before.nodes:
             continue
-        if node is None and i < len(results):
+        if node is None:
             root, depth, node = i, *source[:2]
         if source[1] is node:
             views.setdefault(source[2], []).append(i)
