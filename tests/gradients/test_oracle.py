@@ -132,6 +132,21 @@ def _faulty(fault: str | None):
     return lambda _: lambda *args: HandWritten.apply(*args, fault)
 
 
+def test_outputs_that_only_fp64_would_differentiate():
+    """In fp64 the cast is no copy, and its result keeps its operand's history."""
+
+    def cast(x):
+        y = x.exp()
+        with torch.no_grad():
+            z = y.to(torch.float64)
+        return y.sin(), z
+
+    x = torch.randn(5, requires_grad=True)
+    report = assert_gradients_match(cast, (x,), compile_fn=lambda fn: fn)
+    assert {e.name for e in report.errors} == {"output0", "output1", "d_arg0"}
+    assert max(e.ours for e in report.errors) < 1e-5
+
+
 def test_right_backward_passes():
     report = assert_gradients_match(plain, _arguments(), compile_fn=_faulty(None))
     names = {e.name for e in report.errors}

@@ -51,11 +51,14 @@ def fresh(fn: Step, args: Any, dtype: torch.dtype | None = None) -> tuple[Step, 
     return fn, map_tensors(own, args)
 
 
-def differentiate(fn: Step, args: Any, seed: int, call: Step | None = None) -> Run:
+def differentiate(
+    fn: Step, args: Any, seed: int, call: Step | None = None, *, like: Run | None = None
+) -> Run:
     """Call fn (or, in its place, call) and take its gradients under random cotangents.
 
     Of several outputs, one alone has a backward of its own first: what else it doesn't depend on
-    has no gradient then.
+    has no gradient then. like: a run whose outputs say which are differentiated; in fp64 a cast to
+    fp64 under no_grad, say, is its operand, history and all.
     """
     leaves = tensors(args)
     state = _state(fn, args)
@@ -66,7 +69,8 @@ def differentiate(fn: Step, args: Any, seed: int, call: Step | None = None) -> R
     outputs = {f"output{i}": o for i, o in enumerate(tensors((call or fn)(*args)))}
     learns = {name: o.requires_grad for name, o in outputs.items()}
     results = clones(outputs.items())
-    names = [name for name, o in outputs.items() if o.requires_grad]
+    chosen = learns if like is None else like.learns
+    names = [name for name, o in outputs.items() if o.requires_grad and chosen[name]]
     roots = [outputs[name] for name in names]
     if inputs and roots:
         generator = torch.Generator().manual_seed(seed)
@@ -117,7 +121,7 @@ def assert_gradients_match(
     with fused_masks(rng == "fast"):
         eager = differentiate(*fresh(fn, args, dtype), seed)
     with fused_masks(rng == "fast"), double_precision():
-        fp64 = differentiate(*fresh(fn, args, torch.float64), seed)
+        fp64 = differentiate(*fresh(fn, args, torch.float64), seed, like=eager)
     own_fn, own_args = fresh(fn, args, dtype)
     ours = differentiate(own_fn, own_args, seed, compile_fn(own_fn))
     callers = Run({}, _state(fn, args))

@@ -161,7 +161,7 @@ class Reference:
                 return differentiate(fn, args, 0)
         if dtype is not None:
             with fused_masks(self.rng == "fast"), double_precision():
-                return differentiate(fn, args, 0)
+                return differentiate(fn, args, 0, like=self.eager)
         with fused_masks(self.rng == "fast"):
             return differentiate(fn, args, 0)
 
