@@ -207,3 +207,39 @@ def test_gradients_are_there_where_eager_s_are(forward, optimizer, capture):
     report = compiled.explain() if capture == "whole" else trainfuse.explain(compiled)
     whole = capture == "whole" and forward not in OWN_CONTAINERS
     assert report.capture == ("whole_step" if whole else "regions")
+
+
+VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
+    "gaps": lambda v: v[..., ::2],
+    "transposed": lambda v: v.t(),
+    "transposed, with gaps": lambda v: v[::2].t(),
+    "expanded": lambda v: v[:, :1].expand(-1, 3),
+    "windows": lambda v: v.unfold(1, 3, 1),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*use_reentrant.*")
+@pytest.mark.covers("S checkpoint")
+@pytest.mark.parametrize("capture", ["whole", "regions"])
+@pytest.mark.parametrize("name", VIEWS)
+def test_views_among_the_results_keep_their_strides(name: str, capture: str) -> None:
+    """Those with elements that share memory are copies."""
+
+    def scenario(compile_: Callable[..., Any]) -> Any:
+        torch.manual_seed(3)
+        view = VIEWS[name]
+        model = Pair(lambda m, x: again(lambda h: (m.a(h), view(m.b(h))), m.first(x)))
+
+        def step(x: Tensor) -> Tensor:
+            a, v = model(x)
+            (a.square().mean() + v.sin().mean()).backward()
+            return v.detach()
+
+        compiled = compile_(step if capture == "whole" else model)
+        run = compiled if capture == "whole" else step
+        result = run(batch(1)[0])
+        shared = name in ("expanded", "windows")
+        strides = () if shared else result.stride()
+        return seen(result, [p.grad for p in model.parameters()]), strides
+
+    assert_like_eager(scenario, "triton")

@@ -21,6 +21,8 @@ import torch
 from torch import Tensor
 from torch.utils import checkpoint as stock
 
+from trainfuse.capture.overlap import may_overlap_itself
+
 
 class _Tied(torch.autograd.Function):
     """An identity of several tensors, whose backward has a gradient for each: zeros for none.
@@ -30,11 +32,21 @@ class _Tied(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *values: Tensor) -> tuple[Tensor, ...]:
-        return tuple(value.clone() for value in values)
+        return tuple(_copy(value) for value in values)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, ...]:
         return grads
+
+
+def _copy(value: Tensor) -> Tensor:
+    """A copy laid out as the value, be there gaps between its elements."""
+    copy = value.clone()
+    if copy.stride() == value.stride() or may_overlap_itself(value):
+        return copy
+    return torch.empty_strided(
+        value.shape, value.stride(), dtype=value.dtype, device=value.device
+    ).copy_(value)
 
 
 def checkpoint(
