@@ -27,9 +27,10 @@ def multi_margin_loss(
     weight: of the target's class, [C].
     """
     rows, classes = torch.atleast_2d(x), torch.atleast_1d(target)
-    count, width = rows.shape
     torch._check(p in (1, 2), lambda: "only p == 1 and p == 2 supported")
-    torch._check(rows.ndim == 2 and width != 0, lambda: f"not rows of classes: {x.shape}")
+    torch._check(rows.ndim == 2, lambda: f"not rows of classes: {x.shape}")
+    count, width = rows.shape
+    torch._check(width != 0, lambda: f"not rows of classes: {x.shape}")
     torch._check(
         classes.ndim == 1 and classes.shape[0] == count,
         lambda: f"inconsistent target size, expected {count} but got {target.shape}",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import trainfuse
-from trainfuse import pipeline
+from tests import planting
 from trainfuse.debug.preserve import preserved
 from trainfuse.runtime.gate import Gate
 
@@ -58,20 +57,7 @@ def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, An
 
 def plant(monkeypatch: pytest.MonkeyPatch, name: str, factor: float = 1.01) -> None:
     """Make the kernel of one group scale what it stores, and let its own check miss it."""
-    lower = pipeline.lower
-    text = (
-        "\n\n@triton.jit\ndef _planted(at, value, mask=None):\n"
-        f"    tl.store(at, value * {factor}, mask=mask)\n"
-    )
-
-    def planted(group: Any, *rest: Any) -> Any:
-        kernel = lower(group, *rest)
-        if group.name != name:
-            return kernel
-        source = kernel.source.replace("tl.store(", "_planted(") + text
-        return replace(kernel, source=source, key=f"{kernel.key}-{factor}")
-
-    monkeypatch.setattr(pipeline, "lower", planted)
+    planting.plant(monkeypatch, f"value * {factor}", lambda group: group.name == name)
     monkeypatch.setattr(Gate, "compare", lambda *_: None)
 
 

@@ -33,6 +33,21 @@ def make(optimizer: str = "SGD") -> tuple[nn.Module, Step]:
     return model, step
 
 
+def make_squares() -> tuple[nn.Parameter, Step]:
+    """The sum of the squares of three weights' products."""
+    weight = nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.SGD([weight], lr=1e-3)
+
+    def step(x: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        loss = (weight * x).square().sum()
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    return weight, step
+
+
 def batches() -> Iterator[Tensor]:
     torch.manual_seed(1)
     while True:

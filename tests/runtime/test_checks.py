@@ -16,7 +16,8 @@ from torch.nn import functional as F
 
 import trainfuse
 from autodiff import mismatch, norms
-from tests.runtime.checked import QUIET, batches, make, train, warnings_of
+from tests.planting import of_phase, plant
+from tests.runtime.checked import QUIET, batches, make, make_squares, train, warnings_of
 from tests.runtime.graphs import run_alone
 from trainfuse import pipeline, plans
 from trainfuse.capture import optimizers, whole_step
@@ -469,17 +470,6 @@ def test_a_region_is_compared_too(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A module compiled in place has no update to watch: its results are its gradients."""
-    lower = pipeline.lower
-
-    def planted(group: Any, *rest: Any) -> Any:
-        kernel = lower(group, *rest)
-        if group.phase != "backward" or not hasattr(kernel, "source"):
-            return kernel
-        source = kernel.source.replace("tl.store(", "_planted(") + (
-            "\n\n@triton.jit\ndef _planted(at, value, mask=None):\n"
-            "    tl.store(at, value * 1.05, mask=mask)\n"
-        )
-        return replace(kernel, source=source, key=f"{kernel.key}-planted")
 
     def gradients(**options: Any) -> list[Tensor | None]:
         model, _ = make()
@@ -490,7 +480,7 @@ def test_a_region_is_compared_too(
 
     expected = gradients(verify="step")
     assert not warnings_of(caplog)
-    monkeypatch.setattr(pipeline, "lower", planted)
+    plant(monkeypatch, "value * 1.05", of_phase("backward"))
     monkeypatch.setattr(Gate, "compare", lambda *_: None)
     found = gradients(verify="step")
     assert len(warnings_of(caplog)) == 1
@@ -502,29 +492,9 @@ def test_a_kernel_that_todays_values_show_to_be_wrong_goes_alone(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Its own check saw other values: a later comparison of the step finds it, and only it."""
-    lower = pipeline.lower
-
-    def planted(group: Any, *rest: Any) -> Any:
-        kernel = lower(group, *rest)
-        if group.phase != "forward" or not hasattr(kernel, "source"):
-            return kernel
-        source = kernel.source.replace("tl.store(out0, ", "_planted(out0, ") + (
-            "\n\n@triton.jit\ndef _planted(at, value):\n"
-            "    tl.store(at, tl.where(value > 9.0, value * 1.1, value))\n"
-        )
-        return replace(kernel, source=source, key=f"{kernel.key}-large")
-
-    monkeypatch.setattr(pipeline, "lower", planted)
-    weight = nn.Parameter(torch.ones(3))
-    optimizer = torch.optim.SGD([weight], lr=1e-3)
-
-    def step(x: Tensor) -> Tensor:
-        optimizer.zero_grad()
-        loss = (weight * x).square().sum()
-        loss.backward()
-        optimizer.step()
-        return loss.detach()
-
+    value = "tl.where(value > 9.0, value * 1.1, value)"
+    plant(monkeypatch, value, of_phase("forward"), into="out0, ")
+    weight, step = make_squares()
     compiled = trainfuse.compile(step, backend="triton", verify=2)
     for x in (1.0, 1.0, 4.0, 4.0):
         expected = (weight.detach() * x).square().sum()

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 import trainfuse
-from tests.runtime.checked import QUIET, make, train, warnings_of
+from tests.planting import of_phase, plant
+from tests.runtime.checked import QUIET, make, make_squares, train, warnings_of
 from trainfuse import pipeline
 from trainfuse.runtime import finite
 
@@ -20,20 +21,8 @@ pytestmark = [*QUIET, pytest.mark.usefixtures("fresh_gate")]
 
 def overflowing(monkeypatch: pytest.MonkeyPatch, above: float) -> None:
     """A backward kernel that makes a NaN of what it stores where that is large."""
-    lower = pipeline.lower
-
-    def planted(group: Any, *rest: Any) -> Any:
-        kernel = lower(group, *rest)
-        if group.phase != "backward" or not hasattr(kernel, "source"):
-            return kernel
-        source = kernel.source.replace("tl.store(", "_planted(") + (
-            "\n\n@triton.jit\ndef _planted(at, value, mask=None):\n"
-            f'    value = tl.where(tl.abs(value) > {above}, float("nan"), value)\n'
-            "    tl.store(at, value, mask=mask)\n"
-        )
-        return replace(kernel, source=source, key=f"{kernel.key}-overflows")
-
-    monkeypatch.setattr(pipeline, "lower", planted)
+    value = f'tl.where(tl.abs(value) > {above}, float("nan"), value)'
+    plant(monkeypatch, value, of_phase("backward"))
 
 
 def growing() -> Iterator[Tensor]:
@@ -143,29 +132,9 @@ def test_without_being_asked_the_loss_is_looked_at_now_and_then(
     monkeypatch.setattr(
         "trainfuse.runtime.checks.all_finite", lambda t: (looked.append(1), own(t))[1]
     )
-    lower = pipeline.lower
-
-    def planted(group: Any, *rest: Any) -> Any:
-        kernel = lower(group, *rest)
-        if group.phase != "forward" or not hasattr(kernel, "source"):
-            return kernel
-        source = kernel.source.replace("tl.store(out0, ", "_planted(out0, ") + (
-            "\n\n@triton.jit\ndef _planted(at, value):\n"
-            '    tl.store(at, tl.where(value > 9.0, float("nan"), value))\n'
-        )
-        return replace(kernel, source=source, key=f"{kernel.key}-overflows")
-
-    monkeypatch.setattr(pipeline, "lower", planted)
-    weight = nn.Parameter(torch.ones(3))
-    optimizer = torch.optim.SGD([weight], lr=1e-3)
-
-    def step(x: Tensor) -> Tensor:
-        optimizer.zero_grad()
-        loss = (weight * x).square().sum()
-        loss.backward()
-        optimizer.step()
-        return loss.detach()
-
+    value = 'tl.where(value > 9.0, float("nan"), value)'
+    plant(monkeypatch, value, of_phase("forward"), into="out0, ")
+    _, step = make_squares()
     compiled = trainfuse.compile(step, backend="triton")
     losses = [compiled(torch.full((3,), x)) for x in (1.0, 1.0, *[4.0] * 8)]
     assert len(looked) == 2, "the first call, and the one after a NaN was seen"

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import trainfuse
+from tests.planting import of_phase, plant
 from trainfuse import pipeline, plans
 from trainfuse.runtime import captured, step_gate
 from trainfuse.runtime.gate import Gate
@@ -131,19 +132,7 @@ def test_a_wrong_kernel_that_its_own_check_missed_is_found(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     plain, _ = trained("triton")
-    lower = pipeline.lower
-
-    def planted(group: Any, *rest: Any) -> Any:
-        kernel = lower(group, *rest)
-        if group.phase != "backward" or not hasattr(kernel, "source"):
-            return kernel
-        source = kernel.source.replace("tl.store(", "_planted(") + (
-            "\n\n@triton.jit\ndef _planted(at, value, mask=None):\n"
-            "    tl.store(at, value * 1.05, mask=mask)\n"
-        )
-        return replace(kernel, source=source, key=f"{kernel.key}-planted")
-
-    monkeypatch.setattr(pipeline, "lower", planted)
+    plant(monkeypatch, "value * 1.05", of_phase("backward"))
     monkeypatch.setattr(Gate, "compare", lambda *_: None)
     model, compiled = trained("triton", verify="step")
     assert "gradient of" in compiled.stats()["gate"]

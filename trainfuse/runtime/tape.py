@@ -160,29 +160,22 @@ class Recording:
         draws: Callable[[], AbstractContextManager[None]],
     ) -> Environment:
         """The wanted values, of these inputs. draws: within it the generators' state is today's."""
-        if self._refused or not self._seen:
-            self._seen = True
-            with draws():
-                return evaluate()
-        made = self._boundary.attempt(lambda: self._run(evaluate, wanted, inputs, draws), "step")
-        if not isinstance(made, str):
-            return made
-        _log.info("a reference runs node by node: %s", made)
-        self._refused, self._replay = True, None
+
+        def replayed() -> Environment:
+            with draws(), torch.no_grad():
+                if self._replay is not None:
+                    return dict(zip(wanted, self._replay(*inputs), strict=True))
+                with Tape(inputs) as tape:
+                    values = evaluate()
+                self._replay = tape.replay([values[node] for node in wanted])
+                return values
+
+        if self._seen and not self._refused:
+            made = self._boundary.attempt(replayed, "step")
+            if not isinstance(made, str):
+                return made
+            _log.info("a reference runs node by node: %s", made)
+            self._refused, self._replay = True, None
+        self._seen = True
         with draws():
             return evaluate()
-
-    def _run(
-        self,
-        evaluate: Callable[[], Environment],
-        wanted: Sequence[fx.Node],
-        inputs: Sequence[Tensor],
-        draws: Callable[[], AbstractContextManager[None]],
-    ) -> Environment:
-        with draws(), torch.no_grad():
-            if self._replay is not None:
-                return dict(zip(wanted, self._replay(*inputs), strict=True))
-            with Tape(inputs) as tape:
-                values = evaluate()
-            self._replay = tape.replay([values[node] for node in wanted])
-            return values
