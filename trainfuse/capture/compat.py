@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -11,23 +10,19 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, fx
-from torch._dynamo import guards
 from torch._dynamo.backends.common import aot_autograd as _aot_autograd
-from torch._dynamo.side_effects import SideEffects
-from torch._dynamo.variables import builder, constant, higher_order_ops, misc
-from torch._dynamo.variables.functions import UserFunctionVariable
+from torch._dynamo.variables import builder
 from torch._functorch._aot_autograd import runtime_wrappers
 from torch._functorch._aot_autograd.schemas import MutationType
-from torch._functorch.autograd_function import AutogradFunctionApply, autograd_function_apply
+from torch._functorch.autograd_function import autograd_function_apply
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
-from torch.fx.experimental.proxy_tensor import _get_proxies
 from torch.nn.modules import module as module_hooks
 from torch.optim import optimizer as optimizer_module
 from torch.utils import _python_dispatch
 
 from autodiff.graph import Refusal
-from trainfuse.capture import functions, reentrant
 from trainfuse.capture.compat_aot import capture_decompositions, traced_as_eager
+from trainfuse.capture.compat_dynamo import MENDED, apply_function
 
 # -- optimizers ---------------------------------------------------------------------------------
 
@@ -141,13 +136,13 @@ class DynamoSettings:
         self._reverts.append((self._apply(), builder.get_static_address_type))
         builder.get_static_address_type = self._mark
         if DynamoSettings.depth == 1:  # a region's user code may call another compiled step
-            for owner, name, ours, _ in _MENDED:
+            for owner, name, ours, _ in MENDED:
                 setattr(owner, name, ours)
 
     def __exit__(self, *_: object) -> None:
         DynamoSettings.depth -= 1
         if not DynamoSettings.depth:
-            for owner, name, _, stock in _MENDED:
+            for owner, name, _, stock in MENDED:
                 setattr(owner, name, stock)
         revert, builder.get_static_address_type = self._reverts.pop()
         revert()
@@ -164,108 +159,6 @@ def _mark_of_no_parameter(tensor: Any) -> Any:
     attribute of later graphs; a backward() that is traced finds only inputs, and would do nothing.
     """
     return None if isinstance(tensor, torch.nn.Parameter) else _STOCK_MARK(tensor)
-
-
-_STOCK_LOAD_ATTR = SideEffects.load_attr
-
-
-def _load_attr(self: SideEffects, *args: Any, **kwargs: Any) -> Any:
-    """Dynamo's reading of an attribute that the trace wrote, with a None of its own.
-
-    From torch 2.14 on every None that Dynamo meets is one shared object. `p.grad = None`, read back
-    by `backward`, gets p's gradient as its source: later traces would see it in every None.
-    """
-    found = _STOCK_LOAD_ATTR(self, *args, **kwargs)
-    shared = getattr(constant, "CONSTANT_VARIABLE_NONE", None)
-    return constant.ConstantVariable(None) if shared is not None and found is shared else found
-
-
-_STOCK_DUPE_GUARD = builder.make_dupe_guard
-_STOCK_OPTIMIZER_SOURCE = guards.is_from_optimizer_source
-
-
-def _same_object_guard(source: Any, other: Any) -> Any:
-    """A guard that two names still mean one object, where Dynamo found them to.
-
-    Dynamo leaves it out between a local and a global, and for whatever an optimizer holds: a
-    module's parameter that is replaced would go on being read, and trained, through the optimizer.
-    """
-    if not other or other == source:
-        return None
-    return functools.partial(guards.GuardBuilder.DUPLICATE_INPUT, source_b=other)
-
-
-def _nowhere(source: Any) -> bool:
-    return False
-
-
-def _untimed(*_: Any) -> float:
-    """How long new guards take, which nobody asks: Dynamo empties the caches to measure it."""
-    return 0.0
-
-
-def apply_function(
-    forward: fx.GraphModule, backward: fx.GraphModule, *args: Any, **facts: Any
-) -> Any:
-    """`autograd_function_apply` as eager's engine would run the Function: see `functions`."""
-    return functions.apply_function(forward, backward, args, facts, unchecked=_mark_unchecked)
-
-
-def _apply_method(self: Any, *args: Any, **facts: Any) -> Any:
-    return apply_function(*args, **facts)
-
-
-def _mark_unchecked(value: Any) -> None:
-    """As Dynamo's own call: AOTAutograd then saves the value without a check of its version."""
-    if isinstance(value, Tensor):
-        for proxy in _get_proxies(value):
-            proxy.node.meta["saved_tensor_with_no_vc_check"] = True
-
-
-_STOCK_CALL_APPLY = misc.AutogradFunctionVariable.call_apply
-
-
-def _call_apply(self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Dynamo's call of a custom Function, but not within torch.func's transforms.
-
-    There it takes the inputs for such that require no gradient, and differentiates the forward.
-    """
-    if torch._C._functorch.peek_interpreter_stack() is None:
-        return _STOCK_CALL_APPLY(self, *args, **kwargs)
-    torch._dynamo.exc.unimplemented(
-        gb_type="autograd.Function under torch.func",
-        context=str(self),
-        explanation="a custom autograd.Function under a torch.func transform",
-        hints=[],
-    )
-
-
-_STOCK_CHECKPOINT = higher_order_ops.CheckpointHigherOrderVariable._call_function
-
-
-def _checkpoint(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
-    """Dynamo's call of a checkpoint, one that is reentrant as eager runs it: see `reentrant`."""
-    chosen = kwargs["use_reentrant"].as_python_constant() if "use_reentrant" in kwargs else None
-    if chosen is not None and not chosen:
-        return _STOCK_CHECKPOINT(self, tx, args, kwargs)
-    return UserFunctionVariable(reentrant.checkpoint).call_function(tx, args, kwargs)
-
-
-_MENDED: tuple[tuple[Any, str, Any, Any], ...] = (
-    (SideEffects, "load_attr", _load_attr, _STOCK_LOAD_ATTR),
-    (builder, "make_dupe_guard", _same_object_guard, _STOCK_DUPE_GUARD),
-    (guards, "is_from_optimizer_source", _nowhere, _STOCK_OPTIMIZER_SOURCE),
-    (guards, "profile_guard_manager", _untimed, guards.profile_guard_manager),
-    (AutogradFunctionApply, "__call__", _apply_method, AutogradFunctionApply.__call__),
-    (misc.AutogradFunctionVariable, "call_apply", _call_apply, _STOCK_CALL_APPLY),
-    (
-        higher_order_ops.CheckpointHigherOrderVariable,
-        "_call_function",
-        _checkpoint,
-        _STOCK_CHECKPOINT,
-    ),
-)
-"""What of torch is another function while a compiled call may trace: owner, name, ours, stock."""
 
 
 def static_by_address(placeholder: fx.Node) -> bool:

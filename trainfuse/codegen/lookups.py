@@ -17,7 +17,7 @@ from torch import fx
 from autodiff.ops import op_name
 from trainfuse.codegen.ir import ArgRef, Check, Define, Load
 from trainfuse.codegen.op_text import Unsupported
-from trainfuse.codegen.scalars import HALF, TRITON_TYPE, compute_dtype, literal
+from trainfuse.codegen.scalars import HALF, TRITON_TYPE, compute_dtype, unrounded
 from trainfuse.codegen.scope import Value
 from trainfuse.codegen.tile import axis_strides
 from trainfuse.fusion.indirect import Lookup, Place, parse
@@ -91,7 +91,9 @@ def load(builder: Builder, node: fx.Node) -> Value:
 def _missing(dtype: torch.dtype, fill: float | None) -> str:
     """What lanes outside the source hold: the padding, or a number that can't go unseen."""
     if fill is not None:
-        return literal(fill, dtype) if dtype != torch.bool else str(int(bool(fill)))
+        if dtype == torch.bool:
+            return str(int(bool(fill)))
+        return unrounded(fill, dtype)
     return 'float("nan")' if dtype.is_floating_point else "0"
 
 

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import fx
 
-from trainfuse.codegen.scalars import TRITON_TYPE, cast, compute_dtype, literal
+from trainfuse.codegen.scalars import TRITON_TYPE, cast, compute_dtype, literal, typed, unrounded
 from trainfuse.fusion.arguments import argument
 
 Read = Callable[[fx.Node], str]
@@ -71,9 +71,8 @@ class Args:
 
     def tensor(self, name: str) -> str:
         """An argument as a tensor, for functions that would take a number in fp32."""
-        if isinstance(argument(self.node, name), fx.Node):
-            return self[name]
-        return self._full(self[name])
+        value = argument(self.node, name)
+        return typed(value, self.work) if isinstance(value, int | float) else self[name]
 
     def bound(self, name: str) -> str:
         """An argument of lib.maximum or lib.minimum, which would round a number to fp32."""
@@ -82,12 +81,7 @@ class Args:
 
     def bound_of(self, value: float) -> str:
         """The same for a number that is no argument itself."""
-        text = literal(value, self.work)
-        return self._full(text) if self.work == torch.float64 else text
-
-    def _full(self, text: str) -> str:
-        text = text[1:-1] if text.startswith("(") else text
-        return f"tl.full([], {text}, {TRITON_TYPE[self.work]})"
+        return unrounded(value, self.work)
 
 
 Code = str | Callable[[Args], str]

@@ -58,6 +58,20 @@ def literal(value: float | int | bool, dtype: torch.dtype) -> str:
     return f"({text})" if text.startswith("-") else text
 
 
+def typed(value: float | int | bool, dtype: torch.dtype) -> str:
+    """The same as a tensor of its type."""
+    text = literal(value, dtype)
+    if dtype == torch.bool:
+        return text
+    text = text[1:-1] if text.startswith("(") else text
+    return f"tl.full([], {text}, {TRITON_TYPE[dtype]})"
+
+
+def unrounded(value: float | int | bool, dtype: torch.dtype) -> str:
+    """The same for functions that make fp32 of a number, before they look at their tensors."""
+    return typed(value, dtype) if dtype == torch.float64 else literal(value, dtype)
+
+
 def lowest(dtype: torch.dtype) -> float | int:
     """Identity of a maximum."""
     return -math.inf if dtype.is_floating_point else _limits(dtype)[0]

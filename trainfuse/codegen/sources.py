@@ -11,7 +11,7 @@ from autodiff.ops import op_name
 from autodiff.philox import dropped_words
 from trainfuse.codegen.ir import Map, Random
 from trainfuse.codegen.op_text import Unsupported
-from trainfuse.codegen.scalars import TRITON_TYPE, compute_dtype, literal
+from trainfuse.codegen.scalars import TRITON_TYPE, compute_dtype, typed
 from trainfuse.codegen.scope import Value
 from trainfuse.codegen.tile import axis_strides, run_terms, word_strides
 from trainfuse.fusion.arguments import argument
@@ -49,10 +49,7 @@ def create(builder: Builder, node: fx.Node) -> Value:
     constant = _constant(node, name)
     if constant is not None:
         names, depth = builder.define(node, frozenset(), ())
-        text = literal(constant, held)
-        text = text[1:-1] if text.startswith("(") else text
-        full = text if held == torch.bool else f"tl.full([], {text}, {TRITON_TYPE[held]})"
-        builder.scopes[depth].body.append(Map(names[0], full, name))
+        builder.scopes[depth].body.append(Map(names[0], typed(constant, held), name))
         return builder.put(node, Value(tuple(names), frozenset(), depth, held))
     start, step = _range(node, name)
     strides = axis_strides(builder.domain.axes[node], (1,), builder.domain.sizes)

@@ -373,8 +373,10 @@ def _follows_rows(node: fx.Node) -> bool:
             dims = argument(value, "dim")
             own = _shape(read) if isinstance(read, fx.Node) else None
             # a loss may flatten its rows before it sums
-            same = own is not None and own[-1] == shape[-1] and math.prod(own) == math.prod(shape)
-            if own and same and dims and [dim % len(own) for dim in dims] == [len(own) - 1]:
+            if not own or not dims or [dim % len(own) for dim in dims] != [len(own) - 1]:
+                continue  # of no rows, as a tensor without dimensions has none
+            # a loss may flatten its rows before it sums
+            if own[-1] == shape[-1] and math.prod(own) == math.prod(shape):
                 return True
         elif ops.lookup(value.target).kind == "pointwise":
             pending += [read for read in value.all_input_nodes if read not in seen]
