@@ -137,6 +137,7 @@ class _Inference:
         self.members = set(nodes)
         self.dims: dict[fx.Node, DimMap] = {}
         self.reduced_dims: dict[fx.Node, tuple[Axis, ...]] = {}
+        self.picked_dims: dict[fx.Node, tuple[Axis, ...]] = {}
         self.indirect_dims: dict[fx.Node, DimMap] = {}
         self.table: fx.Node | None = None
         for node in nodes:
@@ -281,7 +282,7 @@ class _Inference:
         for position, axes in enumerate(walk):
             if position != dim and not unify(axes, picked[position]):
                 raise Misfit(node, "its operands divide a dim in ways that don't fit")
-        self.reduced_dims[node] = walk[dim]
+        self.reduced_dims[node] = self.picked_dims[node] = walk[dim]
         return tuple(() if position == dim else axes for position, axes in enumerate(walk))
 
     # Numbering.
@@ -308,6 +309,12 @@ class _Inference:
             node: frozenset(number[axis] for axis in leaves(dims))
             for node, dims in self.reduced_dims.items()
         }
+        for node, walk in self.picked_dims.items():
+            places = [number[axis] for axis in leaves(walk)]
+            if places != sorted(places):
+                raise Misfit(
+                    node, "its index counts elements in another order than memory has them"
+                )
         sizes = tuple(axis.size for axis in order)
         own = {node: frozenset(axis for dim in dims for axis in dim) for node, dims in axes.items()}
         rows, cols, kind = classify(self.nodes, sizes, own, reduced)

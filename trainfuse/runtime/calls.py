@@ -15,7 +15,7 @@ from autodiff.rewrite import same_strides
 from trainfuse.log import get_logger
 from trainfuse.runtime.emit import operators
 from trainfuse.runtime.fallback import Boundary, Failure, Stage
-from trainfuse.runtime.gate import Gate, References, group_environment
+from trainfuse.runtime.gate import Again, Gate, References, group_environment
 from trainfuse.runtime.launch import GroupLauncher
 from trainfuse.runtime.layout import copy_to, varied
 from trainfuse.runtime.repro import write_repro
@@ -91,7 +91,7 @@ class GroupCall:
         shown = kept
         if problem is None and refs is not None and gate is not None:
             try:
-                stage, problem = "gate", gate.compare(out, refs)
+                stage, problem = "gate", gate.compare(out, refs, self._again(gate, kept))
                 if problem is None and self.suspected_by is None:
                     problem, shown = self._trial(gate, kept, inputs, out)
             except torch.OutOfMemoryError:
@@ -112,6 +112,11 @@ class GroupCall:
         if refs is None:
             self._not_compared()
         return refs
+
+    def _again(self, gate: Gate, inputs: Sequence[Tensor]) -> Again:
+        group = self.group
+        env = group_environment(group, inputs)
+        return gate.rounded_otherwise(group.nodes, env, group.outputs)
 
     def _not_compared(self) -> None:
         if self.insists:
@@ -141,7 +146,7 @@ class GroupCall:
         made = [places.get(t.data_ptr(), torch.empty_strided(t.shape, t.stride(),
                 dtype=t.dtype, device=t.device)) for t in out]  # fmt: skip
         problem = self._boundary.attempt(lambda: self.launcher(read, made), "launch")
-        problem = problem or gate.compare(made, refs)
+        problem = problem or gate.compare(made, refs, self._again(gate, given))
         return problem and f"{problem}, where constant inputs are varied", given
 
     def _fail(

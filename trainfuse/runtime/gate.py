@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, fx
 
+from autodiff.jitter import Jitter
 from autodiff.mismatch import WORKING_BYTES, Comparison, mismatch
 from autodiff.reference import Environment
 from trainfuse.runtime import ties
@@ -20,6 +21,12 @@ from trainfuse.runtime.room import SHARE, device_of, free_bytes
 
 if TYPE_CHECKING:
     from trainfuse.fusion.plan import FusionGroup
+
+Again = Callable[[int], "list[Tensor] | None"]
+_ROUNDINGS, _AS_FAR = 64, 2
+"""How many other roundings of ATen's are asked where a kernel seems wrong, and how many of them
+must be as far off. So few, as the one scalar of a half type that decides is seldom moved.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,9 +106,42 @@ class Gate:
                 return ties.slack(tied, native, exact, results, again, device)
         return [None] * len(results)
 
-    def compare(self, ours: Sequence[Tensor], refs: References) -> str | None:
-        """What is wrong with the kernel's outputs, or None."""
-        return self.compare_all([(ours, refs)])
+    def compare(
+        self, ours: Sequence[Tensor], refs: References, again: Again | None = None
+    ) -> str | None:
+        """What is wrong with the kernel's outputs, or None.
+
+        again: as `rounded_otherwise` gives it. What seems wrong is compared with that, too: ATen's
+        one result may be exact by luck.
+        """
+        wrong = self.compare_all([(ours, refs)])
+        if wrong is None or again is None:
+            return wrong
+        near = 0
+        for seed in range(_ROUNDINGS):
+            native = again(seed)
+            if native is None:
+                break
+            near += self.compare_all([(ours, replace(refs, native=native))]) is None
+            if near == _AS_FAR:
+                return None
+        return wrong
+
+    def rounded_otherwise(
+        self, nodes: Sequence[fx.Node], env: Environment, outputs: Sequence[fx.Node]
+    ) -> Again:
+        """ATen's results as other roundings might have made them, by seed; None: no memory."""
+
+        def again(seed: int) -> list[Tensor] | None:
+            try:
+                evaluation = _Evaluation(nodes, outputs, device_of(env.values()), wide=False)
+                with Jitter(seed, operands=True):
+                    made = evaluation(env)
+            except torch.OutOfMemoryError:
+                return None
+            return [made[node] for node in outputs]
+
+        return again
 
     def compare_all(self, pairs: Sequence[tuple[Sequence[Tensor], References]]) -> str | None:
         """The same of several launches' outputs; the device is waited for once."""
