@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +16,11 @@ from torch._dynamo.variables.functions import UserFunctionVariable
 from torch._dynamo.variables.tensor import TensorVariable
 from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
 from torch._functorch.autograd_function import AutogradFunctionApply
+from torch._subclasses.functional_tensor import (
+    FunctionalTensor,
+    FunctionalTensorMode,
+    disable_functional_mode,
+)
 from torch.fx.experimental.proxy_tensor import _get_proxies
 
 from trainfuse.capture import functions, reentrant
@@ -147,6 +152,33 @@ def _checkpoint(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
     return UserFunctionVariable(reentrant.checkpoint).call_function(tx, args, kwargs)
 
 
+_STOCK_FUNCTIONALIZE = FunctionalTensorMode.__torch_dispatch__
+
+
+def _functionalize(
+    self: Any, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+) -> Any:
+    """Functionalization of an operator; what it writes keeps its strides, as memory does.
+
+    The operator that takes its place may lay its result out afresh: `x.t().scatter_(...)` would
+    leave x, and whatever is computed from it, transposed.
+    """
+    written = args[0] if args and func._schema.is_mutable else None
+    if not isinstance(written, FunctionalTensor) or written.elem.is_contiguous():
+        return _STOCK_FUNCTIONALIZE(self, func, types, args, kwargs)
+    torch._functionalize_sync(written.elem)
+    before = torch._from_functional_tensor(written.elem)
+    result = _STOCK_FUNCTIONALIZE(self, func, types, args, kwargs)
+    after = torch._from_functional_tensor(written.elem)
+    if after.shape == before.shape and after.stride() != before.stride():
+        with disable_functional_mode():
+            laid_out = torch.ops.aten.copy.default(before, after)
+        torch._functionalize_replace(written.elem, laid_out)
+        torch._functionalize_commit_update(written.elem)
+        torch._functionalize_sync(written.elem)
+    return result
+
+
 MENDED: tuple[tuple[Any, str, Any, Any], ...] = (
     (SideEffects, "load_attr", _load_attr, _STOCK_LOAD_ATTR),
     (builder, "make_dupe_guard", _same_object_guard, _STOCK_DUPE_GUARD),
@@ -160,6 +192,7 @@ MENDED: tuple[tuple[Any, str, Any, Any], ...] = (
         _checkpoint,
         _STOCK_CHECKPOINT,
     ),
+    (FunctionalTensorMode, "__torch_dispatch__", _functionalize, _STOCK_FUNCTIONALIZE),
     (TensorVariable, "call_method", _call_method, _STOCK_CALL_METHOD),
     (TorchInGraphFunctionVariable, "call_function", _call_function, _STOCK_CALL_FUNCTION),
 )

@@ -14,6 +14,7 @@ from torch import Tensor, fx
 from autodiff import ops
 from autodiff.graph import Phase, TrainingGraph
 from autodiff.reference import run_nodes
+from trainfuse.capture.compat import real_tensors
 from trainfuse.log import get_logger, say_once
 from trainfuse.runtime.emit import operators
 from trainfuse.runtime.fallback import Boundary, Failure
@@ -196,7 +197,8 @@ def _failure(segment: Segment, problem: str) -> Failure:
 
 def _compile(module: fx.GraphModule, segment: Segment) -> Callable[..., Sequence[Any]]:
     examples = [_example(n.meta["val"]) for n in segment.inputs]
-    with torch.no_grad():
+    # constants of the graph are copied, which can't be done amid the capture's fake tensors
+    with torch.no_grad(), real_tensors():
         # documented by torch as its entry point for other compilers, underscore or not
         return torch._inductor.standalone_compile(
             module, examples, dynamic_shapes="from_example_inputs", options=_OPTIONS
