@@ -32,13 +32,16 @@ _EXACT = frozenset(
     """.split()
 )
 
+_aten = torch.ops.aten
+_SUMS = frozenset({_aten.sum.default, _aten.sum.dim_IntList, _aten.mean.default, _aten.mean.dim})
+
 
 class Jitter(TorchDispatchMode):
     """Moves one floating result in twelve by a unit in its last place; of sums, more than half.
 
     operands: also what is read by operators that sum within (reductions, products, norms): one that
     adds in a wider type than its operands', as ATen's do on a CPU, or whose sum cancels, shows
-    nothing of its rounding in its result.
+    nothing of its rounding in its result. Sums add their terms in another order, too.
 
     The variance is that of rounding itself, so that errors come to sqrt(2) times eager's. A sum in
     another order is rounded otherwise at every addition, and a loss is often the only one.
@@ -64,6 +67,8 @@ class Jitter(TorchDispatchMode):
     ) -> Any:
         if self._operands and _sums(func):
             args = [self._moved(value, 0) for value in args]
+            if func in _SUMS:
+                args[0] = self._reordered(args[0], args[1] if len(args) > 1 else None)
         result = func(*args, **(kwargs or {}))
         if not _rounds(func):
             return result
@@ -76,14 +81,24 @@ class Jitter(TorchDispatchMode):
             return type(result)(self._moved(value, most) for value in result)
         return self._moved(result, most)
 
+    def _generator(self, device: torch.device) -> torch.Generator:
+        if device not in self._generators:
+            self._generators[device] = torch.Generator(device).manual_seed(self._seed)
+        return self._generators[device]
+
+    def _reordered(self, value: Tensor, dims: Sequence[int] | None) -> Tensor:
+        for dim in dims or range(value.ndim):
+            generator, size = self._generator(value.device), value.shape[dim] if value.ndim else 0
+            if size > 1:
+                order = torch.randperm(size, generator=generator, device=value.device)
+                value = value.index_select(dim, order)
+        return value
+
     def _moved(self, value: Any, most: int) -> Any:
         """The value, rounded otherwise. most: elements of the largest operand."""
         if not isinstance(value, Tensor) or not value.is_floating_point():
             return value
-        generator = self._generators.get(value.device)
-        if generator is None:
-            generator = torch.Generator(value.device).manual_seed(self._seed)
-            self._generators[value.device] = generator
+        generator = self._generator(value.device)
         drawn = {"generator": generator, "dtype": torch.float64, "device": value.device}
         if most > value.numel():
             step = (0.8 * torch.randn(value.shape, **drawn)).round()

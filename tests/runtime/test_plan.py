@@ -313,6 +313,33 @@ def test_a_long_column_sum_is_as_exact_as_atens(rows: int, keepdim: bool) -> Non
     assert rmse(ours, exact) <= 2 * rmse(eager, exact)
 
 
+@pytest.mark.parametrize("dims", [[0, 2], [0, 1], [1, 2], [0, 1, 2], [-3, -1]], ids=str)
+@pytest.mark.parametrize("keepdim", [False, True])
+def test_a_sum_over_several_dims_is_as_exact_as_atens(dims: list[int], keepdim: bool) -> None:
+    """Of equal terms, too: the gradient of a broadcast parameter, whose errors all add up."""
+
+    def total(x: Tensor) -> Tensor:
+        return (x * 0.3).expand(65, 9, 9).sum(dims, keepdim)
+
+    for x in (torch.full((65, 9, 9), 0.2), torch.full((1, 1, 1), 0.2), randn(65, 9, 9)):
+        plan = Plan(trace(total, [x], backward_from=0), None, {}, {}, RuntimeOptions("inductor"))
+        (ours,) = plan([x])
+        eager, exact = total(x), total(x.double())
+        assert (ours.shape, ours.stride()) == (eager.shape, eager.stride())
+        assert rmse(ours, exact) <= 2 * rmse(eager, exact) + 1e-7 * float(exact.abs().mean())
+
+
+def test_inductor_takes_graphs_with_constants() -> None:
+    def step(x: Tensor) -> Tensor:
+        x = x.clone()
+        x[..., 0] = 0.7
+        return x.sin() * torch.tensor([1.0, 2.0])
+
+    x = randn(3, 2)
+    compiled = trainfuse.compile(step, backend="inductor", fallback=False)
+    torch.testing.assert_close(compiled(x), step(x))
+
+
 def test_a_step_that_returns_a_number_is_compiled_without_a_complaint(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

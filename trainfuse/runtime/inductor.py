@@ -29,6 +29,7 @@ _READS_A_NUMBER = (
     torch.ops.aten.scalar_tensor.default,
 )
 """All that a `return loss.item()` leaves behind the update; Inductor takes no such graph."""
+_F32 = torch.float32
 _MANY_ROWS = 64  # a shorter sum in order is as close as a cascade
 
 
@@ -101,42 +102,57 @@ def segment_module(tg: TrainingGraph, segment: Segment) -> fx.GraphModule:
     for node in segment.nodes:
         for read in node.all_input_nodes:  # constants must precede the node that reads them
             visit(read)
-        mapping[node] = _column_sum(graph, node, visit) or graph.node_copy(node, visit)
+        mapping[node] = _staged_sum(graph, node, visit) or graph.node_copy(node, visit)
     graph.output(tuple(mapping[n] for n in segment.outputs))
     return fx.GraphModule(tg.gm, graph)
 
 
-def _column_sum(
+def _staged_sum(
     graph: fx.Graph, node: fx.Node, visit: Callable[[fx.Node], fx.Node]
 ) -> fx.Node | None:
-    """A long fp32 sum over the first dimension (a bias gradient), as sums of sums; else None.
+    """A long fp32 sum over more than a row (a bias gradient), as sums of sums; else None.
 
     Inductor's C++ adds up to 4096 rows one after the other, ATen in a cascade: over 768 rows that
-    is seven times eager's error. Two steps of about the square root each are as close as ATen.
+    is seven times eager's error. A dimension at a time, and a long first one in two steps of about
+    the square root each, are as close as ATen.
     """
     if node.target is not torch.ops.aten.sum.dim_IntList or node.kwargs:
         return None
-    x, dims, keepdim = node.args[0], node.args[1], len(node.args) > 2 and node.args[2]
+    x, given, keepdim = node.args[0], node.args[1], len(node.args) > 2 and node.args[2]
     value = x.meta.get("val") if isinstance(x, fx.Node) else None
-    if not isinstance(value, Tensor) or value.ndim < 2 or list(dims or ()) != [0]:
+    if not isinstance(value, Tensor) or value.device.type != "cpu" or value.dtype is not _F32:
         return None
-    if value.device.type != "cpu" or value.dtype is not torch.float32:
+    sizes = list(value.shape)
+    dims = sorted({dim % value.ndim for dim in given or range(value.ndim)}) if sizes else []
+    if value.ndim < 2 or dims == [value.ndim - 1] or not all(isinstance(n, int) for n in sizes):
+        return None  # the elements of a row are added by lanes
+    if math.prod(sizes[dim] for dim in dims) < _MANY_ROWS:
         return None
-    rows = value.shape[0]
-    if not isinstance(rows, int) or rows < _MANY_ROWS:
-        return None
-    root = math.isqrt(rows)
-    inner = next((n for n in range(root, root // 4, -1) if rows % n == 0), root)
-    count, x = -(-rows // inner), visit(x)
-    if rest := count * inner - rows:  # rows of zeros, which Inductor reads from nowhere
-        pad = [*(0, 0) * (value.ndim - 1), 0, rest]
-        x = graph.call_function(torch.ops.aten.constant_pad_nd.default, (x, pad))
-    parts = [count, inner, *value.shape[1:]]
-    split = graph.call_function(torch.ops.aten.view.default, (x, parts))
-    partial = graph.call_function(torch.ops.aten.sum.dim_IntList, (split, [1]))
-    total = graph.call_function(torch.ops.aten.sum.dim_IntList, (partial, [0], keepdim))
+    x = visit(x)
+    for dim in reversed(dims):
+        if dim == 0 and sizes[0] >= _MANY_ROWS:
+            x = _in_two_steps(graph, x, sizes)
+        else:
+            x = graph.call_function(torch.ops.aten.sum.dim_IntList, (x, [dim], True))
+        sizes[dim] = 1
+    total = x if keepdim else graph.call_function(torch.ops.aten.squeeze.dims, (x, dims))
     total.meta = dict(node.meta)
     return total
+
+
+def _in_two_steps(graph: fx.Graph, x: fx.Node, sizes: Sequence[int]) -> fx.Node:
+    """The sum over the first dimension, which is kept."""
+    rows = sizes[0]
+    root = math.isqrt(rows)
+    inner = next((n for n in range(root, root // 4, -1) if rows % n == 0), root)
+    count = -(-rows // inner)
+    if rest := count * inner - rows:  # rows of zeros, which Inductor reads from nowhere
+        pad = [*(0, 0) * (len(sizes) - 1), 0, rest]
+        x = graph.call_function(torch.ops.aten.constant_pad_nd.default, (x, pad))
+    parts = [count, inner, *sizes[1:]]
+    split = graph.call_function(torch.ops.aten.view.default, (x, parts))
+    partial = graph.call_function(torch.ops.aten.sum.dim_IntList, (split, [1]))
+    return graph.call_function(torch.ops.aten.sum.dim_IntList, (partial, [0], True))
 
 
 class SegmentCall:
