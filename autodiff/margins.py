@@ -35,7 +35,8 @@ def multi_margin_loss(
         classes.ndim == 1 and classes.shape[0] == count,
         lambda: f"inconsistent target size, expected {count} but got {target.shape}",
     )
-    work, column = widened(rows), classes.unsqueeze(1)
+    # in rows, as the kernel for the derivative lays that out
+    work, column = widened(rows.contiguous()), classes.unsqueeze(1)
     over = _above_zero(margin - work.gather(1, column) + work)
     over = over if p == 1 else over * over
     if weight is not None:

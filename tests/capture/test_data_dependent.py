@@ -133,3 +133,23 @@ def test_singular_matrix_raises_as_in_eager(whole):
     with pytest.raises(torch.linalg.LinAlgError):
         compiled(torch.zeros(3, 5, requires_grad=True))
     compiled.close()
+
+
+def test_gradient_whose_size_is_data():
+    """index_fill's value has a share of each distinct index, of which torch 2.11 counts one."""
+
+    def filled(x: torch.Tensor, index: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        return torch.index_fill(x, 1, index, value).square()
+
+    compiled = trainfuse.compile(
+        filled, backend="triton", fallback=False, verify="off", whole_step=False
+    )
+    for index in ([0, 2, 4], [1, 1, 3], [2, 2, 2]):
+        results = []
+        for function in (compiled, filled):
+            torch.manual_seed(0)
+            x, value = (torch.randn(size, requires_grad=True) for size in ((4, 5), ()))
+            y = function(x, torch.tensor(index), value)
+            results.append(torch.autograd.grad(y, (x, value), torch.randn(4, 5)))
+        torch.testing.assert_close(*results)
+    compiled.close()

@@ -6,6 +6,7 @@ tests/gradients/op_db, so NaN and infinities stand where eager's do, and layouts
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -25,6 +26,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 
 INF, NAN = float("inf"), float("nan")
 Case = tuple[Callable[..., Any], tuple[Any, ...]]
+_SMOOTH_L1 = torch.ops.aten.smooth_l1_loss.default
 
 TWOS = [-3.0, -2.0, -1.0, -0.5, -0.0, 0.0, 0.5, 1.0, 2.0, 3.0, 6.0]
 PAIR = ([0.0, 0.0, -0.0, 1.0, 1.0, -2.0, NAN], [0.0, -0.0, 0.0, 1.0, 2.0, -2.0, 1.0])
@@ -133,11 +135,34 @@ EXTREMES: dict[str, Case] = {
         ([[[[-INF, -INF], [1.0, 2.0]]]],),
     ),
 }
+_ODD = [0.0, -0.0, 0.5, -0.5, 1.0, -2.5, NAN, INF]  # eight, and so 64 pairs: ATen's vectors whole
+ANY = tuple(map(list, zip(*itertools.product(_ODD, repeat=2), strict=True)))
+_PARTS = [0.0, -0.0, 1.0, 0.25, 1e-13, 1e-7, 0.5, 0.75]  # ATen stops at a NaN
+PARTS = tuple(map(list, zip(*itertools.product(_PARTS, repeat=2), strict=True)))
+LOSSES: dict[str, Case] = {
+    "l1": (F.l1_loss, ANY),
+    "mse": (F.mse_loss, ANY),
+    "smooth l1": (lambda a, b: F.smooth_l1_loss(a, b, reduction="none"), ANY),
+    "smooth l1, narrow": (lambda a, b: F.smooth_l1_loss(a, b, beta=0.5), ANY),
+    "smooth l1 without a bend": (lambda a, b: _SMOOTH_L1(a, b, 2, 0.0), ANY),
+    "huber": (lambda a, b: F.huber_loss(a, b, delta=0.5, reduction="none"), ANY),
+    "soft margin": (lambda a, b: F.soft_margin_loss(a, b.detach()), ANY),
+    "hinge": (lambda a, b: F.hinge_embedding_loss(a, b.detach(), reduction="none"), ANY),
+    "poisson": (F.poisson_nll_loss, ANY),
+    "divergence": (lambda a, b: F.kl_div(a, b, reduction="sum"), ANY),
+    "logits": (F.binary_cross_entropy_with_logits, ANY),
+    "cross-entropy": (F.binary_cross_entropy, PARTS),
+    "cross-entropy, weighted": (
+        lambda a, b: F.binary_cross_entropy(a, b, b.detach() + 1, reduction="none"),
+        PARTS,
+    ),
+}
 GROUPS = {
     "activations": ACTIVATIONS,
     "pairs": PAIRS,
     "reductions": REDUCTIONS,
     "extremes": EXTREMES,
+    "losses": LOSSES,
 }
 
 
@@ -145,10 +170,12 @@ def _plain(result: Any) -> Any:
     return result
 
 
-def calls(group: dict[str, Case]) -> list[Call]:
+def calls(group: dict[str, Case], dtype: torch.dtype = torch.float32) -> list[Call]:
     made = []
     for name, (fn, values) in group.items():
-        leaves: list[Tensor] = [torch.tensor(value, requires_grad=True) for value in values]
+        leaves: list[Tensor] = [
+            torch.tensor(value, dtype=dtype, requires_grad=True) for value in values
+        ]
         given = {"input": leaves[0], "args": tuple(leaves[1:]), "kwargs": {}}
         sample = SimpleNamespace(**given, output_process_fn_grad=_plain)
         made.append(of_sample(fn, sample, name))
@@ -159,6 +186,12 @@ def calls(group: dict[str, Case]) -> list[Call]:
 @pytest.mark.parametrize("group", GROUPS)
 def test_eager_s_choice(group, check):
     suite.check_all(calls(GROUPS[group]), check)
+
+
+@pytest.mark.parametrize("check", [suite.check_alone, suite.check_step])
+def test_losses_in_fp64(check):
+    """ATen's constants, too, some of which are fp32 numbers in every type."""
+    suite.check_all(calls(LOSSES, torch.float64), check)
 
 
 def test_a_well_classified_sample_keeps_its_gradient():

@@ -14,8 +14,13 @@ from torch._decomp import decompositions
 from torch._functorch._aot_autograd import graph_compile
 from torch._functorch._aot_autograd.schemas import MemoryFormatMeta
 from torch._inductor.decomposition import select_decomp_table
-from torch._prims_common import compute_elementwise_output_logical_to_physical_perm
+from torch._prims_common import (
+    compute_elementwise_output_logical_to_physical_perm,
+    suggest_memory_format,
+)
+from torch._subclasses.fake_tensor import DynamicOutputShapeException
 
+from autodiff.loss_slopes import binary_cross_entropy_backward, smooth_l1_loss_backward
 from autodiff.margins import multi_margin_loss, multilabel_margin_loss
 from autodiff.upsampling import upsample_linear
 from trainfuse.capture.overlap import may_overlap_itself
@@ -111,6 +116,8 @@ _FORMULAS = {
     torch.ops.aten.dropout.default: _dropout,
     torch.ops.aten.multi_margin_loss.default: multi_margin_loss,
     torch.ops.aten.multilabel_margin_loss_forward.default: multilabel_margin_loss,
+    torch.ops.aten.smooth_l1_loss_backward.default: smooth_l1_loss_backward,
+    torch.ops.aten.binary_cross_entropy_backward.default: binary_cross_entropy_backward,
 }
 
 
@@ -186,6 +193,48 @@ def _is_ordered(value: Tensor, order: Sequence[int]) -> bool:
     return all(one >= other for one, other in itertools.pairwise(steps))
 
 
+def _in_rows(rule: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """A formula whose result is contiguous, as the operator's kernels lay it out."""
+    return functools.wraps(rule)(lambda *args, **kwargs: rule(*args, **kwargs).contiguous())
+
+
+def _channels_kept(rule: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """A formula whose result keeps channels last on a CPU, as the operator's kernel for it does."""
+
+    @functools.wraps(rule)
+    def decomposed(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        made = rule(x, *args, **kwargs)
+        if x.device.type != "cpu" or x.dim() != 4:
+            return made
+        return made.contiguous(memory_format=suggest_memory_format(x))
+
+    return decomposed
+
+
+_RELAID = {
+    torch.ops.aten.mse_loss_backward.default: _in_rows,
+    torch.ops.aten.huber_loss_backward.default: _in_rows,
+    torch.ops.aten.max_unpool2d.default: _channels_kept,  # torch 2.14 does it itself
+}
+"""What becomes of torch's formulas whose result is laid out otherwise than the operators'."""
+
+
+def _sized_by_data(op: Any) -> Callable[..., Any]:
+    """What a trace of an operator meets whose result's size is data: nothing can be planned."""
+
+    def raises(*_: Any, **__: Any) -> Any:
+        raise DynamicOutputShapeException(op)
+
+    return raises
+
+
+_SIZED_BY_DATA = (torch.ops.aten._unique.default,)
+"""Operators with such a size of which torch doesn't say so: the gradient of index_fill has one.
+
+torch 2.11 runs them on zeros to see a size, which is then taken for every call's; 2.14 raises.
+"""
+
+
 def capture_decompositions() -> dict[Any, Callable[..., Any]]:
     """The decompositions AOTAutograd applies while it traces a step."""
     rules = {
@@ -196,4 +245,6 @@ def capture_decompositions() -> dict[Any, Callable[..., Any]]:
         and not rule.__module__.startswith("torch._inductor")
     }
     laid_out = {op: _laid_out(op, count, rules.get(op)) for op, count in _LAID_OUT_AS.items()}
-    return rules | laid_out | _FORMULAS
+    relaid = {op: lay(rules[op]) for op, lay in _RELAID.items()}
+    unsized = {op: _sized_by_data(op) for op in _SIZED_BY_DATA}
+    return rules | laid_out | relaid | unsized | _FORMULAS
