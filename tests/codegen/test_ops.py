@@ -8,9 +8,11 @@ from typing import Any
 import pytest
 import torch
 from codegen_support import check
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from autodiff.ops import TABLE, op_name
-from trainfuse.codegen.triton_ops import OPS
+from trainfuse.codegen.triton_ops import OPS, expression
 
 aten = torch.ops.aten
 SIZE = 300  # not a power of two: the last lanes are masked
@@ -242,3 +244,14 @@ def test_mixed_operands_promote_as_torch_says() -> None:
     check(lambda x, i, b: (x + i, i + b, x * b, i / 2, i > 2.5, b + 1, x > i), [x, i, b])
     scalar = torch.tensor(2.0, dtype=torch.float64)  # 0-d: does not widen x
     check(lambda x, s: x * s, [x, scalar])
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_logit_at_minus_zero_is_the_device_s(device):
+    """ATen's slope there is +inf on a CPU, and on a GPU the quotient's -inf."""
+    with FakeTensorMode():
+        x = torch.empty(4, device=device)
+        gm = make_fx(lambda g, x: torch.ops.aten.logit_backward(g, x))(x, torch.empty_like(x))
+    (node,) = gm.graph.find_nodes(op="call_function", target=torch.ops.aten.logit_backward.default)
+    text = expression(node, lambda operand: operand.name)
+    assert ("== 0" in text) is (device == "cpu")

@@ -191,13 +191,14 @@ def logit(args: Args) -> str:
 
 
 def logit_backward(args: Args) -> str:
-    """ATen's form: a slope of +inf at both zeros, and beyond the ends 0 with eps, else NaN."""
+    """ATen's form: beyond the ends 0 with eps, else NaN; at -0 its code for CPUs alone has +inf."""
     x, eps = args["self"], args.number("eps")
     if eps is None:
         low, high, outside = "0.0", "1.0", 'float("nan")'
     else:
         low, high, outside = literal(eps, args.work), literal(1 - eps, args.work), "0.0"
-    base = f"tl.where({x} == 0, 0.0, {x})"
+    on_cpu = args.node.meta["val"].device.type == "cpu"
+    base = f"tl.where({x} == 0, 0.0, {x})" if on_cpu else x
     slope = f"{args['grad_output']} / ({base} * (1.0 - {x}))"
     return f"tl.where(({x} < {low}) | ({x} > {high}), {outside}, {slope})"
 
