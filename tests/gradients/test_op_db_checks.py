@@ -11,12 +11,20 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.gradients.op_db import exclusions, suite
 from tests.gradients.op_db import runs as runs_module
-from tests.gradients.op_db import suite
 from tests.gradients.op_db.calls import Call, joined, of_sample, scattered
 from tests.gradients.op_db.checks import problems
 from tests.gradients.op_db.extremal import VALUES, extremal
-from tests.gradients.op_db.runs import Outcome, cotangents, references, step_references
+from tests.gradients.op_db.runs import (
+    Outcome,
+    cotangents,
+    differentiate,
+    differentiate_twice,
+    references,
+    step_references,
+    take_step,
+)
 from tests.gradients.op_db.samples import OPERATORS, choose
 from trainfuse.codegen import triton_ops
 from trainfuse.codegen.op_text import Row
@@ -197,3 +205,83 @@ def test_joined_calls_keep_their_order():
     calls = [call_of(torch.sin, leaf(3)), call_of(torch.cos, leaf(4))]
     outcome, _ = references(joined(calls))
     assert [tuple(o.shape) for o in outcome.outputs] == [(3,), (4,)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("run", [differentiate, differentiate_twice])
+def test_the_reference_is_given_the_cotangents_that_eager_is_given(run, dtype):
+    """Unrounded, they would count as eager's error, and a sum that cancels as ours."""
+    call = call_of(lambda x: x * 1.0 if run is differentiate else x * x, leaf(50, dtype=dtype))
+    eager, exact = references(call, run)
+    theirs = eager.gradients[0]
+    assert exact.gradients[0].dtype is torch.float64
+    torch.testing.assert_close(exact.gradients[0].to(dtype), theirs, rtol=4e-3, atol=0)
+    if run is differentiate:
+        assert torch.equal(exact.gradients[0], theirs.double())
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_the_products_of_a_half_output_are_added_in_its_type(dtype):
+    """Amid a step in fp32; what its rounding doesn't explain is found."""
+    call = call_of(lambda x: x.to(dtype), leaf(60))
+    weights = cotangents(references(call)[0].outputs)
+    eager, exact = step_references(call, weights)
+    assert eager.loss.dtype is torch.float32
+    rounding = torch.finfo(dtype).eps * abs(float(exact.loss))
+    assert not problems(changed(eager, loss=eager.loss + rounding), eager, exact)
+    assert problems(changed(eager, loss=eager.loss + 40 * rounding + 1), eager, exact)
+
+
+def test_a_loss_that_is_too_large_for_its_type():
+    """Eager's terms overflow with both signs, which is NaN; the sum is infinite, of its sign."""
+    x = torch.full((64,), 60000.0, dtype=torch.float16, requires_grad=True)
+    call = call_of(lambda x: x * 1.0, x)
+    weights = cotangents(references(call)[0].outputs)
+    eager, exact = step_references(call, weights)
+    assert float(exact.loss.abs()) > torch.finfo(torch.float16).max
+    right, nan = exact.loss.half(), torch.tensor(float("nan")).half()
+    eager = changed(eager, loss=nan)
+    assert not problems(changed(eager, loss=right), eager, exact)
+    assert problems(changed(eager, loss=-right), eager, exact)
+    assert problems(changed(eager, loss=right.new_zeros(())), eager, exact)
+
+
+def test_a_loss_of_the_largest_numbers_of_a_type():
+    """fp64 has others, whose sum is no number: the reference's is then that of eager's outputs."""
+    x = torch.tensor([float("inf"), -float("inf"), float("inf")] * 9, requires_grad=True)
+    call = call_of(lambda x: torch.nan_to_num(x) + 0.0 * torch.nan_to_num(x, 0, 0, 0), x)
+    call = replace(call, leaves=(x.detach().half().requires_grad_(),))
+    weights = cotangents(references(call)[0].outputs)
+    eager, exact = step_references(call, weights)
+    wanted = (eager.outputs[0].double() * weights[0].double()).sum()
+    torch.testing.assert_close(exact.loss, wanted)
+    assert not problems(changed(eager, loss=wanted.half()), eager, exact)
+    assert problems(changed(eager, loss=-wanted.half()), eager, exact)
+
+
+def test_what_eager_can_t_do_amid_a_step_is_left_out():
+    """A view of memory that the input's product has not."""
+    base = torch.randn(20, requires_grad=True)
+    call = call_of(lambda x: torch.as_strided(x, (2, 2), (1, 2), 10) * 2, base[:10].detach())
+    call = replace(call, leaves=(base.detach()[:10].requires_grad_(),))
+    assert suite.able([call], suite.check_alone) == [call]
+    assert suite.eager_error(call, take_step) is not None
+    assert suite.able([call], suite.check_step) == []
+
+
+def test_only_what_dynamo_can_t_trace_is_left_out():
+    """Of the operators that are named for it, and no other."""
+    x = torch.randn(5, 50, requires_grad=True)
+    view = replace(call_of(lambda x: torch.view_copy(x, (50, -1)), x), name="view_copy")
+    assert exclusions.stock_error(view) is None
+    raising = replace(call_of(lambda x: torch.view_copy(x, (3, -1)), x), name="view_copy")
+    assert exclusions.stock_error(raising) is not None
+    assert exclusions.stock_error(replace(raising, name="other")) is None
+
+
+@pytest.mark.parametrize("name", ["nn.functional.grid_sample", "linalg.lstsq"])
+def test_operators_without_an_answer_are_given_finite_values(name):
+    call = replace(call_of(torch.mul, leaf(6, 9), leaf(6, 9)), name=name)
+    assert all(t.isfinite().all() for t in extremal(call, pointwise=False).leaves)
+    other = replace(call, name="linalg.det")
+    assert not all(t.isfinite().all() for t in extremal(other, pointwise=False).leaves)

@@ -61,10 +61,9 @@ def check_one(name: str, dtype: torch.dtype, device: str) -> int:
     operator, wrong = OPERATORS[name], 0
     samples = [c for c in operator.samples(dtype, device) if c.elements <= EVERY]
     gaps = [other for call in samples if (other := scattered(call)) is not None]
-    for call in [*suite.calls_of(operator, dtype, device), *samples, *gaps]:
-        if suite.eager_error(call) is not None:
-            continue
-        for kind in (suite.check_alone, suite.check_step):
+    calls = [*suite.calls_of(operator, dtype, device), *samples, *gaps]
+    for kind in (suite.check_alone, suite.check_step):
+        for call in suite.able(calls, kind):
             for _, problems in suite.blame([call], kind):
                 wrong += 1
                 print(f"{kind.__name__} {call}: {'; '.join(problems)}")

@@ -170,7 +170,14 @@ def _loss(ours: Outcome, eager: Outcome, exact: Outcome, spread: Outcome | None)
     if not math.isfinite(theirs) or not math.isfinite(right):
         if abs(mine - right) <= K * exact.room:
             return  # eager overflows on the way
-        others = [theirs, *([] if spread is None or spread.loss is None else [float(spread.loss)])]
+        # a sum that is too large for the type, or so near to it that rounding decides
+        large = abs(right) + K * exact.room > torch.finfo(ours.loss.dtype).max
+        beyond = math.copysign(math.inf, right) if large else theirs
+        others = [
+            theirs,
+            beyond,
+            *([] if spread is None or spread.loss is None else [float(spread.loss)]),
+        ]
         if not any(mine == one or (math.isnan(mine) and math.isnan(one)) for one in others):
             yield f"loss {mine}, eager's {theirs}"
         return

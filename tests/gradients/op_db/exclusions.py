@@ -1,10 +1,15 @@
-"""Operators of op_db that aren't compared in a type on a device, each with its reason."""
+"""Operators and calls of op_db that aren't compared, each with its reason."""
 
 from __future__ import annotations
 
 import torch
 
+from tests.gradients.op_db.calls import Call
 from tests.gradients.op_db.samples import OPERATORS, Operator
+
+UNTRACEABLE = frozenset({"view_copy"})
+"""Operators that Dynamo itself, whatever the backend, may have no shape of where eager has one:
+torch 2.11's view_copy takes an input with gaps for one that can't be viewed."""
 
 
 def reason(operator: Operator, dtype: torch.dtype, device: str = "cpu") -> str | None:
@@ -24,3 +29,19 @@ def excluded(dtype: torch.dtype = torch.float32, device: str = "cpu") -> dict[st
     """Every operator that isn't compared, and why."""
     reasons = ((name, reason(op, dtype, device)) for name, op in OPERATORS.items())
     return {name: why for name, why in reasons if why is not None}
+
+
+def stock_error(call: Call) -> str | None:
+    """Why Dynamo can't trace a call, as torch.compile that computes nothing itself has it, or None.
+
+    Asked only of operators that are named above.
+    """
+    if call.name not in UNTRACEABLE:
+        return None
+    try:
+        torch.compile(call.function(), backend="eager")(*call.fresh())
+    except torch._dynamo.exc.TorchRuntimeError as error:
+        return str(error)
+    finally:
+        torch._dynamo.reset()
+    return None

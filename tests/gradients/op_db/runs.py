@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from tests.gradients.op_db.calls import FUSED_ATTENTION, Call, unseeded
+from tests.gradients.op_db.calls import FUSED_ATTENTION, Call, own, unseeded
 from tests.gradients.op_db.draws import Draws
 from trainfuse.testing.reference import double_precision, fused_masks
 from trainfuse.testing.trees import tensors
@@ -50,11 +50,14 @@ class Outcome:
         return tuple(o for o, flag in zip(self.outputs, self.flags, strict=True) if flag)
 
 
-def cotangents(outputs: Sequence[Tensor]) -> list[Tensor]:
-    """Random numbers laid out as the outputs, the same in every type."""
+def cotangents(outputs: Sequence[Tensor], like: Sequence[Tensor] | None = None) -> list[Tensor]:
+    """Random numbers laid out as the outputs; as the types of `like` have them, the same otherwise.
+
+    like: eager's outputs, for the reference: it is given the numbers that eager was given.
+    """
     generator = torch.Generator().manual_seed(7)
     made = []
-    for output in outputs:
+    for output, narrow in zip(outputs, outputs if like is None else like, strict=True):
         if output.layout is not torch.strided:
             made.append(_sparse_like(output.detach(), generator))
             continue
@@ -62,7 +65,8 @@ def cotangents(outputs: Sequence[Tensor]) -> list[Tensor]:
         if output.is_complex():
             imaginary = torch.randn(output.shape, generator=generator, dtype=torch.float64)
             random = torch.complex(random, imaginary)
-        made.append(_room_for(output.detach()).copy_(random))
+        rounded = narrow.detach().new_empty(random.shape).copy_(random)  # a cast would be lifted
+        made.append(_room_for(output.detach()).copy_(rounded))
     return made
 
 
@@ -83,8 +87,10 @@ def _sparse_like(output: Tensor, generator: torch.Generator) -> Tensor:
     return made
 
 
-def differentiate(function: Function, leaves: Sequence[Tensor]) -> Outcome:
-    """Outputs, and gradients of the leaves under random cotangents."""
+def differentiate(
+    function: Function, leaves: Sequence[Tensor], eager: Outcome | None = None
+) -> Outcome:
+    """Outputs, and gradients of the leaves under random cotangents, which are eager's if given."""
     before = [leaf.detach().clone() for leaf in leaves]
     torch.manual_seed(3)
     outputs = tensors(function(*leaves))
@@ -92,7 +98,8 @@ def differentiate(function: Function, leaves: Sequence[Tensor]) -> Outcome:
     wanted = [leaf for leaf in leaves if leaf.requires_grad]
     gradients: Sequence[Tensor | None] = [None] * len(wanted)
     if roots and wanted:
-        gradients = torch.autograd.grad(roots, wanted, cotangents(roots), allow_unused=True)
+        given = cotangents(roots, eager and eager.differentiable)
+        gradients = torch.autograd.grad(roots, wanted, given, allow_unused=True)
     return Outcome(
         tuple(output.detach() for output in outputs),
         tuple(None if g is None else g.detach() for g in gradients),
@@ -103,20 +110,23 @@ def differentiate(function: Function, leaves: Sequence[Tensor]) -> Outcome:
     )
 
 
-def differentiate_twice(function: Function, leaves: Sequence[Tensor]) -> Outcome:
+def differentiate_twice(
+    function: Function, leaves: Sequence[Tensor], eager: Outcome | None = None
+) -> Outcome:
     """As outputs what `differentiate` gives, and as gradients those of the first gradients."""
     torch.manual_seed(3)
     outputs = tensors(function(*leaves))
     roots = [output for output in outputs if output.requires_grad]
     wanted = [leaf for leaf in leaves if leaf.requires_grad]
-    first = torch.autograd.grad(
-        roots, wanted, cotangents(roots), allow_unused=True, create_graph=True
-    )
+    theirs = eager and eager.differentiable
+    given = cotangents(roots, theirs and theirs[: len(roots)])
+    first = torch.autograd.grad(roots, wanted, given, allow_unused=True, create_graph=True)
     shown = [*outputs, *(g for g in first if g is not None)]
     again = [g for g in first if g is not None and g.requires_grad]
     second: Sequence[Tensor | None] = [None] * len(wanted)
     if again:
-        second = torch.autograd.grad(again, wanted, cotangents(again), allow_unused=True)
+        given = cotangents(again, theirs and theirs[len(roots) :])
+        second = torch.autograd.grad(again, wanted, given, allow_unused=True)
     return Outcome(
         tuple(output.detach() for output in shown),
         tuple(None if g is None else g.detach() for g in second),
@@ -165,19 +175,24 @@ def training_step(function: Function) -> Function:
         near = [leaf * one if leaf.requires_grad and not _sparse(leaf) else leaf for leaf in leaves]
         outputs = tensors(function(*near))
         differentiable = [output for output in outputs if output.requires_grad]
-        loss = one - one
-        for output, weight in zip(differentiable, weights, strict=True):
-            if output.is_complex():
-                pairs = torch.view_as_real(output.resolve_conj()), torch.view_as_real(weight)
-                loss = loss + (pairs[0] * pairs[1]).sum()
-            elif _sparse(output):
-                loss = loss + (output.to_dense() * weight.to_dense()).sum()
-            else:
-                loss = loss + (output * weight).sum()
+        loss = _weighed(one - one, differentiable, weights)
         loss.backward()
         return outputs, loss
 
     return step
+
+
+def _weighed(loss: Tensor, outputs: Sequence[Tensor], weights: Sequence[Tensor]) -> Tensor:
+    """`loss`, and the sums of the outputs' products with their weights."""
+    for output, weight in zip(outputs, weights, strict=True):
+        if output.is_complex():
+            pairs = torch.view_as_real(output.resolve_conj()), torch.view_as_real(weight)
+            loss = loss + (pairs[0] * pairs[1]).sum()
+        elif _sparse(output):
+            loss = loss + (output.to_dense() * weight.to_dense()).sum()
+        else:
+            loss = loss + (output * weight).sum()
+    return loss
 
 
 def _sparse(tensor: Tensor) -> bool:
@@ -257,28 +272,30 @@ def world(
 
 
 def references(
-    call: Call, run: Callable[[Function, Sequence[Tensor]], Outcome] = differentiate
+    call: Call, run: Callable[[Function, Sequence[Tensor], Outcome | None], Outcome] = differentiate
 ) -> tuple[Outcome, Outcome]:
     """(eager's, fp64's) outcome of a call by itself, run as `run` does."""
-    return _both(call, lambda leaves, _: run(call.function(), leaves))
+    return _both(call, lambda leaves, eager: run(call.function(), leaves, eager))
 
 
-def _both(call: Call, run: Callable[[Sequence[Tensor], bool], Outcome]) -> tuple[Outcome, Outcome]:
+def _both(
+    call: Call, run: Callable[[Sequence[Tensor], Outcome | None], Outcome]
+) -> tuple[Outcome, Outcome]:
     """(eager's, fp64's) outcome of a call; fp64 is given the numbers that eager drew.
 
-    run: of leaves, and whether they are wide. Recording is a dispatch mode: what draws nothing is
-    run again without it.
+    run: of leaves, and eager's outcome where they are wide. Recording is a dispatch mode: what
+    draws nothing is run again without it.
     """
     draws = Draws()
     types: list[torch.dtype] = []
     own, again, wide = call.fresh(), call.fresh(), call.fresh(torch.float64)
     with world(draws=draws, types=types):
-        eager = run(own, False)
+        eager = run(own, None)
     with world(double=True, draws=draws, types=types):
-        exact = run(wide, True)
+        exact = run(wide, eager)
     if not draws.given:
         with world():
-            eager = replace(run(again, False), traced=eager)
+            eager = replace(run(again, None), traced=eager)
     return eager, exact
 
 
@@ -310,28 +327,50 @@ def of_two_minds(call: Call, run: Callable[[Function], Outcome]) -> Outcome | No
         return None
 
 
+def take_step(function: Function, leaves: Sequence[Tensor]) -> Outcome:
+    """A training step under cotangents like the outputs of the function by itself."""
+    alone = differentiate(function, [own(leaf, None) for leaf in leaves])
+    return train(training_step(function), leaves, cotangents(alone.differentiable))
+
+
 def step_references(call: Call, weights: Sequence[Tensor]) -> tuple[Outcome, Outcome]:
-    """(eager's, fp64's) outcome of a call as a training step."""
-    doubled = [w.to(torch.complex128 if w.is_complex() else torch.float64) for w in weights]
+    """(eager's, fp64's) outcome of a call as a training step.
+
+    Where fp64's loss is no number, as of outputs that are the largest of their type (nan_to_num),
+    its loss is that of eager's outputs.
+    """
+    doubled = [_double(weight) for weight in weights]
     step = training_step(call.function())
     eager, exact = _both(
-        call, lambda leaves, wide: train(step, leaves, doubled if wide else weights)
+        call, lambda leaves, eager: train(step, leaves, doubled if eager else weights)
     )
-    assert eager.loss is not None
-    return eager, replace(exact, room=_room(exact, weights, eager.loss.dtype))
+    assert exact.loss is not None
+    if exact.loss.isfinite():
+        return eager, replace(exact, room=_room(exact, eager, weights))
+    loss = _weighed(exact.loss.new_zeros(()), [_double(o) for o in eager.differentiable], doubled)
+    return eager, replace(exact, loss=loss, room=_room(eager, eager, weights))
 
 
-def _room(exact: Outcome, weights: Sequence[Tensor], dtype: torch.dtype) -> float:
+def _double(tensor: Tensor) -> Tensor:
+    return tensor.to(torch.complex128 if tensor.is_complex() else torch.float64)
+
+
+def _room(exact: Outcome, eager: Outcome, weights: Sequence[Tensor]) -> float:
     """Largest error of a sum of products by halves: a loss of terms of both signs may be near 0.
 
+    The products of an output are added in its own type, which may be coarser than the loss's.
     Source: Higham, Accuracy and Stability of Numerical Algorithms, 4.2.
     """
-    terms = 0.0
+    assert eager.loss is not None
+    least = torch.finfo(eager.loss.dtype).eps
+    room = 0.0
     count = 1
-    for output, weight in zip(exact.differentiable, weights, strict=True):
+    types = [output.dtype for output in eager.differentiable]
+    for output, weight, dtype in zip(exact.differentiable, weights, types, strict=True):
         if _sparse(output):
             output, weight = output.to_dense(), weight.to_dense()
-        product = (output.abs() * weight.abs()).double()
-        terms += float(product[product.isfinite()].sum())
+        product = _double(output).abs() * _double(weight).abs()
+        terms = float(product[product.isfinite()].sum())
+        room += terms * max(torch.finfo(dtype).eps, least)
         count += output.numel()
-    return terms * torch.finfo(dtype).eps * (1 + math.log2(count))
+    return room * (1 + math.log2(count))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +12,7 @@ import trainfuse
 from tests.gradients.op_db.calls import Call, joined, scattered, unseeded
 from tests.gradients.op_db.checks import problems
 from tests.gradients.op_db.coverage import COMMAND
+from tests.gradients.op_db.exclusions import stock_error
 from tests.gradients.op_db.extremal import extremal
 from tests.gradients.op_db.runs import (
     Outcome,
@@ -21,6 +22,7 @@ from tests.gradients.op_db.runs import (
     of_two_minds,
     references,
     step_references,
+    take_step,
     train,
     training_step,
     world,
@@ -54,6 +56,12 @@ def eager_error(call: Call, run: Callable[..., Outcome] = differentiate) -> str 
     except Exception as error:  # whatever it is, there is nothing to be equal to
         return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
     return None if any(outcome.flags) else "no output requires a gradient"
+
+
+def able(calls: Iterable[Call], check: Callable[[Call], Verdict]) -> list[Call]:
+    """Those of which torch itself can do what a check compares, by itself and under Dynamo."""
+    run = take_step if check is check_step else differentiate
+    return [c for c in calls if eager_error(c, run) is None and stock_error(c) is None]
 
 
 def calls_of(
