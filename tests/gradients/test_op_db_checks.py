@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tests.gradients.op_db import exclusions, suite
 from tests.gradients.op_db import runs as runs_module
-from tests.gradients.op_db.calls import Call, joined, of_sample, scattered
+from tests.gradients.op_db.calls import Call, joined, of_sample, permuted, scattered
 from tests.gradients.op_db.checks import problems
 from tests.gradients.op_db.extremal import VALUES, extremal
 from tests.gradients.op_db.runs import (
@@ -166,6 +166,17 @@ def test_scattered_leaves_have_gaps_and_equal_elements():
         assert tensor.stride() == (9, 2)
         assert torch.equal(tensor, old)
     assert scattered(call_of(torch.add, leaf(), leaf())) is None
+
+
+def test_permuted_leaves_are_dense_and_equal():
+    call = call_of(torch.add, leaf(2, 3, 4), leaf(4))
+    turned = permuted(call)
+    assert turned is not None
+    for tensor, old, strides in zip(turned.fresh(), call.leaves, ((12, 1, 3), (1,)), strict=True):
+        assert tensor.stride() == strides
+        assert torch.equal(tensor, old)
+        assert tensor.requires_grad
+    assert permuted(call_of(torch.sin, leaf(5))) is None
 
 
 def test_extremal_pairs_all_meet():

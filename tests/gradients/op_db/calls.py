@@ -132,6 +132,22 @@ def scattered(call: Call) -> Call | None:
     return replace(call, leaves=leaves) if changed else None
 
 
+def permuted(call: Call) -> Call | None:
+    """The call on dense tensors whose last two dims are swapped in memory; None if it has none."""
+    leaves = tuple(_swapped(leaf) for leaf in call.leaves)
+    changed = any(a is not b for a, b in zip(leaves, call.leaves, strict=True))
+    return replace(call, leaves=leaves) if changed else None
+
+
+def _swapped(tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.layout is not torch.strided or tensor.dim() < 2 or not tensor.is_contiguous():
+        return tensor
+    if min(tensor.shape[-2:]) < 2 or tensor.is_conj() or tensor.is_neg():
+        return tensor
+    made = tensor.detach().mT.contiguous().mT
+    return made.requires_grad_(tensor.requires_grad)
+
+
 def _with_gaps(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.layout is not torch.strided or tensor.dim() == 0 or not tensor.is_contiguous():
         return tensor
