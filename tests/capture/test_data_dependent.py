@@ -153,3 +153,20 @@ def test_gradient_whose_size_is_data():
             results.append(torch.autograd.grad(y, (x, value), torch.randn(4, 5)))
         torch.testing.assert_close(*results)
     compiled.close()
+
+
+@pytest.mark.parametrize("loss", ["mse_loss", "smooth_l1_loss", "binary_cross_entropy"])
+def test_mean_over_a_size_that_changes(loss):
+    """A share of it is a number made of the size: no kernel holds it."""
+    function = getattr(nn.functional, loss)
+    compiled = trainfuse.compile(
+        function, backend="triton", fallback=False, verify="off", whole_step=False, dynamic=True
+    )
+    for size in (5, 7, 9):
+        target, results = torch.rand(size, 4), []
+        for run in (compiled, function):
+            x = torch.linspace(0.1, 0.9, 4 * size).reshape(4, size).mT.requires_grad_()
+            results += torch.autograd.grad(run(x, target), x)
+        torch.testing.assert_close(*results)
+        assert results[0].stride() == results[1].stride()
+    compiled.close()

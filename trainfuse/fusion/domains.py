@@ -194,7 +194,10 @@ class _Inference:
     def creation(self, node: fx.Node) -> DimMap:
         for operand in node.all_input_nodes:
             # The seed of a mask is read; the model of a full_like is not, but it is an input.
-            if operand in self.members or known_equal(operand.meta["val"].numel(), 1):
+            value = operand.meta["val"]
+            if not isinstance(value, torch.Tensor):
+                raise Misfit(node, "a symbolic number decides it")
+            if operand in self.members or known_equal(value.numel(), 1):
                 self.read(operand)
         return fresh_dims(shape_of(node))
 
