@@ -21,6 +21,7 @@ from torch.optim import optimizer as optimizer_module
 from torch.utils import _python_dispatch
 
 from autodiff.graph import Refusal
+from trainfuse.capture import comparisons
 from trainfuse.capture.compat_aot import capture_decompositions, traced_as_eager
 from trainfuse.capture.compat_dynamo import MENDED, apply_function
 
@@ -284,6 +285,7 @@ def aot(
     partition: Callable[..., Any] | None = None,
 ) -> Callable[..., Any]:
     """Run AOTAutograd over a Dynamo graph; the callables get (ATen graph, example inputs)."""
+    comparisons.reflect(gm, inputs)
     extra: dict[str, Any] = {}
     if backward is not None:
         extra["bw_compiler"] = backward

@@ -211,7 +211,23 @@ def _channels_kept(rule: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return decomposed
 
 
+def _rows_on_a_cpu(rule: Callable[..., Any]) -> Callable[..., Any]:
+    """A formula of one operand, of which the kernel for a CPU makes a contiguous one first."""
+
+    @functools.wraps(rule)
+    def decomposed(x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        return rule(x.contiguous() if x.device.type == "cpu" else x, *args, **kwargs)
+
+    return decomposed
+
+
+def _power_of_a_number(base: Any, x: Tensor) -> Any:
+    """`base ** x` lies in rows, however x does."""
+    return NotImplemented if x.is_contiguous() else torch.pow(base, x.contiguous())
+
+
 _RELAID = {
+    torch.ops.aten.log_sigmoid_forward.default: _rows_on_a_cpu,
     torch.ops.aten.mse_loss_backward.default: _in_rows,
     torch.ops.aten.huber_loss_backward.default: _in_rows,
     torch.ops.aten.max_unpool2d.default: _channels_kept,  # torch 2.14 does it itself
@@ -247,4 +263,5 @@ def capture_decompositions() -> dict[Any, Callable[..., Any]]:
     laid_out = {op: _laid_out(op, count, rules.get(op)) for op, count in _LAID_OUT_AS.items()}
     relaid = {op: lay(rules[op]) for op, lay in _RELAID.items()}
     unsized = {op: _sized_by_data(op) for op in _SIZED_BY_DATA}
-    return rules | laid_out | relaid | unsized | _FORMULAS
+    powers = {torch.ops.aten.pow.Scalar: _power_of_a_number}
+    return rules | laid_out | relaid | powers | unsized | _FORMULAS
