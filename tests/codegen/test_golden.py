@@ -144,6 +144,14 @@ CASES: dict[str, tuple[Callable[..., Any], list[Shape | tuple[Shape, torch.dtype
         lambda s, k: torch.ops.trainfuse.segment_sum(s, k, None, 50304, -1),
         [(2048, 768), ((2048,), torch.int16)],
     ),
+    "embedding_backward_one": (
+        lambda s, k: torch.ops.trainfuse.segment_sum(s, k, None, 1000, -1),
+        [(256, 64), ((256,), torch.int64)],
+    ),
+    "index_add": (
+        lambda s, k, o, x: torch.ops.trainfuse.segment_sum(s, k, o, 8192, -1) + x,
+        [(16384, 4096), KEYS, ORDER, (8192, 4096)],
+    ),
     "pad_roll": (
         lambda x: torch.roll(x, 1, 0) + F.pad(x, (-1, 1)),
         [(4096, 1024)],

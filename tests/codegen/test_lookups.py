@@ -12,6 +12,7 @@ from codegen_support import check, load_module, lowered, printed, reference, run
 from test_schedules import NORMS, TARGETS
 from torch import Tensor
 
+from trainfuse.codegen.schedules import chunks, segment, tables
 from trainfuse.codegen.targets import H200
 from trainfuse.fusion import segment_ops
 
@@ -182,11 +183,12 @@ def sums(count: int, rows: int, width: int, keys: Callable[[int], Tensor]) -> li
 
 
 KEYS: dict[str, tuple[int, int, int, Callable[[int], Tensor]]] = {
-    # (source rows, table rows, columns): one program, two levels, three
+    # (source rows, table rows, columns)
     "few": (7, 5, 16, lambda n: torch.randint(0, 5, (n,))),
     "one": (1, 1, 16, lambda n: torch.zeros(n, dtype=torch.int64)),
-    "two levels": (300, 50, 24, lambda n: torch.randint(0, 50, (n,))),
-    "three levels": (1200, 9, 16, lambda n: torch.randint(0, 9, (n,))),
+    "one level": (300, 50, 24, lambda n: torch.randint(0, 50, (n,))),
+    # sums of 1024 entries, too
+    "two levels": (4200, 3, 16, lambda n: torch.randint(0, 3, (n,))),
     "all the same": (300, 50, 40, lambda n: torch.full((n,), 49)),
     "all different": (300, 300, 24, lambda n: torch.randperm(n)),
     "hot row": (300, 50, 24, lambda n: torch.where(torch.rand(n) < 0.7, 20, torch.arange(n) % 50)),
@@ -213,7 +215,33 @@ def test_sums_by_key_that_the_kernels_sort(name: str) -> None:
         return torch.ops.trainfuse.segment_sum(s, k, None, rows, -1)
 
     kernel = check(unsorted, [randn(count, width), index], target=target)
-    assert kernel.launches[0].function == "rank_kernel"
+    names = [launch.function for launch in kernel.launches]
+    if segment_ops.unsorted(count, rows, width):
+        assert names == ["few_kernel"]
+    else:
+        assert names[0] == "rank_kernel"
+
+
+@pytest.mark.parametrize("skip", [-1, 3])
+def test_few_indices_need_no_keys(skip: int) -> None:
+    """A slice of 16 finds up to 4 of a row: as they come, and none beside the table."""
+
+    def few(s: Tensor, i: Tensor, base: Tensor) -> Tensor:
+        return torch.ops.trainfuse.segment_sum(s, i, None, 70, skip) + base
+
+    index = torch.where(torch.rand(100) < 0.3, 3, torch.arange(100) % 69)
+    args = [randn(100, 40), index, randn(70, 40)]
+    kernel = check(few, args, target=H200)
+    assert [launch.function for launch in kernel.launches] == ["few_kernel"]
+    case = trace(few, args)
+    (inside,) = run_case(case, args, lowered(case))
+    index[50:] = torch.tensor([70, -1, 2**32, 2**40, 100] * 10)
+    with pytest.raises(IndexError):
+        few(*args)
+    (ours,) = run_case(case, args, lowered(case))
+    args[0], args[1] = args[0][:50], index[:50]
+    assert torch.allclose(ours, few(*args))
+    assert not torch.equal(ours, inside)
 
 
 def test_ranks_of_keys_too_wide_for_one_number_of_32_bits() -> None:
@@ -235,14 +263,32 @@ def test_ranks_of_keys_too_wide_for_one_number_of_32_bits() -> None:
     assert torch.equal(order.long(), places)
 
 
+@pytest.mark.parametrize("schedule", [chunks, tables])
 @pytest.mark.parametrize("name", KEYS)
-def test_sums_by_key(name: str) -> None:
+def test_sums_by_key(name: str, schedule: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(segment, "build", schedule.build)
     count, rows, width, keys = KEYS[name]
     # an H200's many programs take few entries each; the interpreter's one fills a long table fast
     target = TARGETS["interpreter"] if rows > 1000 else H200
     kernel = check(total(rows), sums(count, rows, width, keys), target=target)
-    levels = sum(launch.function.startswith("level") for launch in kernel.launches)
-    assert levels == {"few": 1, "one": 1, "three levels": 3}.get(name, 2)
+    names = [launch.function for launch in kernel.launches]
+    if schedule is tables:
+        deeper = ["level_2_kernel"] if name == "two levels" else []
+        assert names == ["runs_kernel", *deeper, "rows_kernel"]
+    else:
+        levels = {"few": 1, "one": 1, "two levels": 3}.get(name, 2)
+        wanted = [f"level_{number}_kernel" for number in range(1, levels + 1)]
+        assert names == ["fill_kernel", *wanted]
+
+
+@pytest.mark.parametrize(("count", "width"), [(300, 1024), (300, 1000), (40, 1024)])
+def test_programs_belong_to_long_rows_that_have_entries(count: int, width: int) -> None:
+    index = torch.arange(count) % 40
+    args = sums(count, 50 if count < 50 else 40, width, lambda n: index)
+    rows = 50 if count < 50 else 40
+    kernel = lowered(trace(total(rows), args), H200)
+    of_rows = any(launch.function == "rows_kernel" for launch in kernel.launches)
+    assert of_rows == (count >= rows and width >= 1024)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
@@ -308,14 +354,16 @@ def test_out_of_range_keys_touch_no_row() -> None:
     assert torch.equal(ours, total(50)(*args))
 
 
-CHECKED = ("banded_kernel", "row_kernel", "level_1_kernel")
+CHECKED = ("banded_kernel", "row_kernel", "level_1_kernel", "runs_kernel", "few_kernel")
 SCRIPT = """
 from codegen_support import lowered, trace
 from test_golden import CASES, NORMS, fakes
 from trainfuse.codegen.check import compile_only
 from trainfuse.codegen.targets import H200
 
-for name in ("embedding_positions", "embedding_positions_norm", "embedding_backward"):
+POSITIONS = ("embedding_positions", "embedding_positions_norm")
+SUMS = ("embedding_backward", "embedding_backward_one", "index_add")
+for name in (*POSITIONS, *SUMS):
     fn, shapes = CASES[name]
     case = trace(fn, fakes(shapes), NORMS)
     types = [[n.meta["val"].dtype for n in nodes] for nodes in (case.externals, case.outputs)]
@@ -328,7 +376,7 @@ for name in ("embedding_positions", "embedding_positions_norm", "embedding_backw
 def test_compiled() -> None:
     """No spills, whole vectors along a row, and the check of an index is really there."""
     uses = [line.split()[1:] for line in printed(SCRIPT) if line.startswith("use ")]
-    assert len(uses) == 6
+    assert len(uses) == 10
     for name, function, registers, stack, vector, stops in uses:
         assert int(stack) == 0, (name, function)
         assert int(registers) <= 224, (name, function)

@@ -167,7 +167,7 @@ def test_few_keys_are_ranked_in_a_launch_of_ours_which_pays_where_launches_cost(
         assert scattered(costs, embedded, _t(70, 65), _ids(70, 256)) == []
 
 
-def test_atomics_are_slow_in_large_numbers_only():
+def test_atomics_are_slow_in_large_numbers_and_one_launch_is_faster():
     def added(x, ids):
         return torch.zeros(70, x.shape[1]).index_add(0, ids, x) * 2
 
@@ -177,6 +177,7 @@ def test_atomics_are_slow_in_large_numbers_only():
     assert "launches" in few
     (odd,) = scattered(True, added, _t(8192, 513), ids)
     assert "vectors" in odd
+    assert scattered(True, added, _t(256, 65), _ids(70, 256)) == []
 
 
 def rotary(q, cos, sin):
@@ -252,7 +253,7 @@ def test_moves_are_one_kernel_each_way(name, dtype):
     assert not aten(watched.compiled)
 
 
-@pytest.mark.parametrize("ranked", [0, 256])
+@pytest.mark.parametrize("ranked", [0, 600])
 def test_equal_indices_share_a_sort(ranked, monkeypatch):
     """Few are not sorted apart: the kernel that sums ranks them."""
     monkeypatch.setattr(scatter_sums, "RANKED", ranked)
@@ -261,13 +262,25 @@ def test_equal_indices_share_a_sort(ranked, monkeypatch):
         return functional.embedding(ids, a) * functional.embedding(ids, b)
 
     watched = Watched()
-    arguments = (_t(70, 65), _t(70, 65), _ids(70, 256))
+    arguments = (_t(70, 65), _t(70, 65), _ids(70, 600))
     assert_gradients_match(two_tables, arguments, compile_fn=watched)
     plans = [plan.state for plan in watched.compiled.plans]
     left = [node.target for state in plans for node in state.fusion.aten]
     assert left.count(torch.ops.aten.sort.stable) == (0 if ranked else 1)
     keys = torch.ops.trainfuse.row_keys.default
     assert sum(node.target is keys for state in plans for node in state.graph.nodes()) == 1
+
+
+def test_few_indices_are_summed_as_they_are():
+    watched = Watched()
+    arguments = (_t(70, 65), _ids(70, 256))
+    assert_gradients_match(
+        lambda table, ids: functional.embedding(ids, table).relu(), arguments, compile_fn=watched
+    )
+    groups = [(group.phase, group.domain.kind) for group in planned(watched.compiled)]
+    assert groups.count(("backward", "segment")) == 1
+    nodes = [n for plan in watched.compiled.plans for n in plan.state.graph.nodes()]
+    assert torch.ops.trainfuse.row_keys.default not in {node.target for node in nodes}
 
 
 def test_embedding_positions_and_norm_are_one_kernel():

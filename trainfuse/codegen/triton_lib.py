@@ -371,6 +371,18 @@ def row_key(index, base, ROWS: tl.constexpr, TOTAL: tl.constexpr, WRAP: tl.const
 
 
 @triton.jit
+def lower_bound(keys, key, COUNT: tl.constexpr, SPAN: tl.constexpr, STEPS: tl.constexpr):
+    """How many of COUNT sorted keys are less, for each of a block; SPAN: 2^(STEPS-1) <= COUNT."""
+    found = key * 0
+    for step in range(STEPS):
+        upto = found + (SPAN >> step)
+        inside = upto <= COUNT
+        other = tl.load(keys + upto - 1, mask=inside, other=0).to(tl.int32)
+        found = tl.where(inside & (other < key), upto, found)
+    return found
+
+
+@triton.jit
 def merge_moments(count, mean, m2, axis: tl.constexpr, keep_dims: tl.constexpr):
     """Merge (count, mean, sum of squared deviations) along an axis; entries may be empty, or all.
 

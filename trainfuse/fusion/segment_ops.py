@@ -23,6 +23,8 @@ NARROW_ROWS = (1 << 16) - 1
 NARROW_BIAS = 1 << 15
 RANKED = 1 << 13
 """Keys up to which `segment_sum` sorts them itself, by comparing each with all others."""
+FEW, SMALL_TABLE = 512, 1 << 20
+"""Keys, and elements of a table, up to which a row's program looks at all keys, and none sorts."""
 
 
 def key_dtype(total: int) -> torch.dtype:
@@ -35,6 +37,11 @@ def key_bias(dtype: torch.dtype) -> int:
     return NARROW_BIAS if dtype == torch.int16 else 0
 
 
+def unsorted(count: int, rows: int, width: int) -> bool:
+    """Whether `segment_sum` of as many keys sorts none: these may be indices as they are."""
+    return count <= FEW and rows > 1 and rows * width <= SMALL_TABLE
+
+
 def row_keys(index: Tensor, base: Tensor | None, rows: int, total: int, wrap: bool) -> Tensor:
     """Row index + base of the result as a sort key; an index outside 0 .. rows-1 is an error.
 
@@ -45,13 +52,18 @@ def row_keys(index: Tensor, base: Tensor | None, rows: int, total: int, wrap: bo
     if wrap:
         row = torch.where(row < 0, row + rows, row)
     inside = (row >= 0) & (row < rows)
+    _check(inside)
+    keys = row if base is None else row + base
+    dtype = key_dtype(total)
+    return (torch.where(inside, keys, total) - key_bias(dtype)).to(dtype)
+
+
+def _check(inside: Tensor) -> None:
+    """Raise IndexError unless all are; on a GPU an assertion there."""
     if inside.is_cuda:
         torch._assert_async(inside.all(), "index out of range")
     elif not bool(inside.all()):
         raise IndexError("index out of range in self")
-    keys = row if base is None else row + base
-    dtype = key_dtype(total)
-    return (torch.where(inside, keys, total) - key_bias(dtype)).to(dtype)
 
 
 def _row_keys_fake(index: Tensor, base: Tensor | None, rows: int, total: int, wrap: bool) -> Tensor:
@@ -63,10 +75,13 @@ def segment_sum(source: Tensor, keys: Tensor, order: Tensor | None, rows: int, s
     """result[r] = sum of source[order[i]] over the i with key r; [N, D] to [rows, D].
 
     keys: of `row_keys`, sorted. order: where in the source each of them came from; None for at most
-    RANKED keys that lie as the source does. skip: a row that stays 0, or -1. Half types are summed
-    in fp32 and rounded once.
+    RANKED keys that lie as the source does. These may be int64 indices where they are `unsorted`;
+    one out of range is an error. skip: a row that stays 0, or -1. Half types are summed in fp32 and
+    rounded once.
     """
     ids = keys.long() + key_bias(keys.dtype)
+    if keys.dtype == torch.int64:
+        _check((ids >= 0) & (ids < rows))
     kept = (ids < rows) & (ids != skip)
     wide = torch.promote_types(source.dtype, torch.float32)
     total = torch.zeros((rows + 1, source.shape[1]), dtype=wide, device=source.device)

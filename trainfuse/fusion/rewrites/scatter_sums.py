@@ -28,7 +28,7 @@ from autodiff.rewrite import GraphEdit, fake_mode_of, is_row_major
 from trainfuse.fusion.arguments import argument
 from trainfuse.fusion.indirect import INDEX_TYPES
 from trainfuse.fusion.ranges import range_of
-from trainfuse.fusion.segment_ops import RANKED
+from trainfuse.fusion.segment_ops import RANKED, unsorted
 
 aten, own = torch.ops.aten, torch.ops.trainfuse
 
@@ -195,7 +195,9 @@ def _worthwhile(node: fx.Node, scatter: Scatter, launches_cost: bool) -> str | N
         return f"its rows have fewer than {MIN_WIDTH} elements"
     if source.numel() < max(MIN_ELEMENTS, MIN_INDICES * width):
         return "it adds too few rows for a sort to pay"
+    # one launch of ours is as few as theirs
     atomic = node.target in (aten.index_add.default, aten.scatter_add.default)
+    atomic = atomic and not unsorted(source.numel() // width, result.numel() // width, width)
     if launches_cost and atomic and source.numel() < GPU_ATOMIC_ELEMENTS:
         return "it adds too few elements for a sort's launches to pay"
     if launches_cost and atomic and width * source.dtype.itemsize % 16:
@@ -264,7 +266,7 @@ class _Writer:
         width = math.prod(shape[scatter.dim + 1 :])
         source = self.edit.mapping[scatter.source]
         source = self.flat(node, source, (_value(source).numel() // width, width))
-        keys, order = self.keys(node, scatter, lead, rows)
+        keys, order = self.keys(node, scatter, lead, rows, width)
         padding = scatter.padding if 0 <= scatter.padding < rows else -1
         total = self.emit(node, own.segment_sum.default, source, keys, order, lead * rows, padding)
         total = self.flat(node, total, shape)
@@ -275,11 +277,13 @@ class _Writer:
         return total
 
     def keys(
-        self, node: fx.Node, scatter: Scatter, lead: int, rows: int
+        self, node: fx.Node, scatter: Scatter, lead: int, rows: int, width: int
     ) -> tuple[fx.Node, fx.Node | None]:
         """Keys of the rows; sorted, and where each came from, unless they are few."""
         index = self.edit.mapping[scatter.index]
-        known = (self.edit.facts[node].phase, index, scatter.dim, scatter.wrap, lead, rows)
+        as_is = lead == 1 and not scatter.wrap and _value(index).dtype == torch.int64
+        as_is = as_is and unsorted(_value(index).numel(), rows, width)
+        known = (self.edit.facts[node].phase, index, scatter.dim, scatter.wrap, lead, rows, as_is)
         if known in self.sorted:
             return self.sorted[known]
         if scatter.index_leads:
@@ -290,6 +294,9 @@ class _Writer:
             index = self.flat(node, index, (_value(index).numel(),))
             base_shape = [lead, 1]
         base = None
+        if as_is:
+            self.sorted[known] = index, None
+            return self.sorted[known]
         if lead > 1:
             options = {"dtype": torch.int64, "device": _value(index).device}
             bounds = (0, lead * rows, rows)
