@@ -118,7 +118,8 @@ def _staged_sum(
     """
     if node.target is not torch.ops.aten.sum.dim_IntList or node.kwargs:
         return None
-    x, given, keepdim = node.args[0], node.args[1], len(node.args) > 2 and node.args[2]
+    x, keepdim = node.args[0], len(node.args) > 2 and node.args[2]
+    given: Any = node.args[1]
     value = x.meta.get("val") if isinstance(x, fx.Node) else None
     if not isinstance(value, Tensor) or value.device.type != "cpu" or value.dtype is not _F32:
         return None
