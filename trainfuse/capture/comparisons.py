@@ -36,7 +36,9 @@ def reflect(gm: fx.GraphModule, inputs: Sequence[Any]) -> None:
         if node.target not in _REFLECTED or len(node.args) != 2:
             continue
         left, right = node.args
-        if right in parameters and isinstance(left, fx.Node) and left not in parameters:
+        if not isinstance(left, fx.Node) or not isinstance(right, fx.Node):
+            continue
+        if right in parameters and left not in parameters:
             node.target, node.args = _REFLECTED[node.target], (right, left)
             swapped = True
     if swapped:

@@ -118,8 +118,9 @@ def _staged_sum(
     """
     if node.target is not torch.ops.aten.sum.dim_IntList or node.kwargs:
         return None
-    x, keepdim = node.args[0], len(node.args) > 2 and node.args[2]
-    given: Any = node.args[1]
+    arguments = list[Any](node.args)
+    x, keepdim = arguments[0], len(arguments) > 2 and arguments[2]
+    given: Sequence[int] | None = arguments[1]
     value = x.meta.get("val") if isinstance(x, fx.Node) else None
     if not isinstance(value, Tensor) or value.device.type != "cpu" or value.dtype is not _F32:
         return None

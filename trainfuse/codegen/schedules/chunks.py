@@ -34,7 +34,7 @@ from trainfuse.codegen.schedules.common import (
     needed,
     preload,
 )
-from trainfuse.codegen.schedules.sums import Sums, in_order, parse
+from trainfuse.codegen.schedules.sums import Sums, Writer, in_order, parse
 from trainfuse.codegen.scope import Value
 from trainfuse.codegen.targets import CodegenOptions, Target
 from trainfuse.codegen.tile import (
@@ -163,31 +163,19 @@ class _End:
 
 
 @dataclass(frozen=True, slots=True)
-class _Writer:
-    """Statements of a level."""
+class _Writer(Writer):
+    """And about a level."""
 
-    builder: Builder
-    sums: Sums
     level: Level
     block: int
     mask: str
 
-    def note(self, name: str, expr: str, why: str = "") -> None:
-        self.builder.body.append(Define(name, expr, why))
-
-    def use(self, value: fx.Node | ArgRef) -> ArgRef:
-        """An argument of this kernel."""
-        arg: ArgRef = ("input", self.builder.inputs[value]) if isinstance(value, fx.Node) else value
-        self.builder.args[arg] = None
-        return arg
-
     def key(self, name: str, place: str) -> None:
-        """The key of an entry, biased as it was sorted."""
+        """The key of an entry, or of a list's."""
         if self.level.keys is not None:
             self.builder.body.append(Load(name, self.use(self.level.keys), place))
         else:
-            keys = self.use(self.sums.keys)
-            self.builder.body.append(Load(name, keys, place, cast="tl.int32"))
+            Writer.key(self, name, place)  # super() finds no class in one that slots made anew
 
     @property
     def even(self) -> bool:

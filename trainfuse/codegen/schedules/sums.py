@@ -8,8 +8,8 @@ import torch
 from torch import fx
 
 from autodiff.ops import op_name
-from trainfuse.codegen.builder import Group
-from trainfuse.codegen.ir import ArgRef, Kernel, Workspace
+from trainfuse.codegen.builder import Builder, Group
+from trainfuse.codegen.ir import ArgRef, Kernel, Load, Workspace
 from trainfuse.codegen.op_text import Unsupported
 from trainfuse.codegen.scalars import TRITON_TYPE, compute_dtype
 from trainfuse.codegen.schedules import ranks
@@ -49,6 +49,28 @@ class Sums:
         """Whether rows of the source begin where a vector does."""
         source = self.source.meta["val"]
         return source.stride(0) * source.dtype.itemsize % VECTOR_BYTES == 0
+
+
+@dataclass(frozen=True, slots=True)
+class Writer:
+    """Statements of a kernel about entries in the order of their keys."""
+
+    builder: Builder
+    sums: Sums
+
+    def note(self, name: str, expr: str, why: str = "") -> None:
+        """Define a name."""
+        self.builder.note(name, expr, why)
+
+    def use(self, value: fx.Node | ArgRef) -> ArgRef:
+        """An argument of this kernel."""
+        arg: ArgRef = ("input", self.builder.inputs[value]) if isinstance(value, fx.Node) else value
+        self.builder.args[arg] = None
+        return arg
+
+    def key(self, name: str, place: str) -> None:
+        """The key of an entry, biased as it was sorted."""
+        self.builder.body.append(Load(name, self.use(self.sums.keys), place, cast="tl.int32"))
 
 
 def parse(group: Group) -> Sums:

@@ -25,7 +25,6 @@ from trainfuse.codegen.choices import Choice
 from trainfuse.codegen.ir import (
     ArgRef,
     Check,
-    Define,
     Kernel,
     Load,
     Loop,
@@ -46,7 +45,7 @@ from trainfuse.codegen.schedules.common import (
     preload,
     written_over,
 )
-from trainfuse.codegen.schedules.sums import Sums, in_order, parse
+from trainfuse.codegen.schedules.sums import Sums, Writer, in_order, parse
 from trainfuse.codegen.scope import Value
 from trainfuse.codegen.targets import CodegenOptions, Target
 from trainfuse.codegen.tile import (
@@ -141,24 +140,8 @@ def tile_shape(target: Target, sums: Sums, choice: Choice) -> tuple[int, int, in
 
 
 @dataclass(frozen=True, slots=True)
-class _Writer:
-    """Statements about entries in the order of their keys."""
-
-    builder: Builder
-    sums: Sums
-
-    def note(self, name: str, expr: str, why: str = "") -> None:
-        self.builder.body.append(Define(name, expr, why))
-
-    def use(self, value: fx.Node | ArgRef) -> ArgRef:
-        """An argument of this kernel."""
-        arg: ArgRef = ("input", self.builder.inputs[value]) if isinstance(value, fx.Node) else value
-        self.builder.args[arg] = None
-        return arg
-
-    def key(self, name: str, place: str) -> None:
-        """The key of an entry, biased as it was sorted."""
-        self.builder.body.append(Load(name, self.use(self.sums.keys), place, cast="tl.int32"))
+class _Writer(Writer):
+    """And about chunks of them."""
 
     def origin(self, name: str, level: Level, place: str) -> None:
         """Where a level has what lies at a place of its order; entries, where they came from."""
