@@ -108,6 +108,10 @@ def test_values_of_closed_forms() -> None:
             (-(chosen / row)).sum([1]),
             torch.where(mask, row, 0.0).sum(1),
             selected(place, weights),
+            # a number times what is constant along the row
+            aten.mul.Scalar(row.expand(ROWS, CLASSES), 0.8).sum(1),
+            aten.mul.Scalar(row.expand(ROWS, CLASSES), 2).sum(1),
+            aten.mul.Tensor(row.expand(ROWS, CLASSES), 0.8).sum(1),
         )
 
     args = [x, row, place, WEIGHTS]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Protocol
 
 import torch
@@ -91,6 +92,7 @@ class Builder:
         self.coarse = coarse_nodes(group.nodes, group.outputs)
         self.chosen = Chosen(group)
         self.kept: dict[tuple[fx.Node, str], str] = {}
+        self.shared_halves = shared_halves(group)
 
     # Scopes.
 
@@ -156,8 +158,19 @@ class Builder:
         return gone
 
     def put(self, node: fx.Node, value: Value) -> Value:
+        if node in self.shared_halves and value.dtype == torch.float32:
+            value = self.as_stored(node, value)
         self.scopes[value.depth].values[node] = value
         return value
+
+    def as_stored(self, node: fx.Node, value: Value) -> Value:
+        """A value rounded to its type."""
+        half = TRITON_TYPE[node.meta["val"].dtype]
+        names = tuple(f"{name}_rounded" for name in value.names)
+        for name, text in zip(names, value.names, strict=True):
+            text = f"{text}.to({half}).to(tl.float32)"
+            self.scopes[value.depth].body.append(Map(name, text, "as other kernels read it"))
+        return replace(value, names=names)
 
     # Values.
 
@@ -395,6 +408,24 @@ def wide(group: Group) -> bool:
     tensors = [value for value in values if isinstance(value, torch.Tensor)]
     words = [math.prod(word_shape(node.meta["val"].shape)) for node in masks(group)]
     return needs_int64(tensors, max([group.domain.extent(range(len(group.domain.sizes))), *words]))
+
+
+def shared_halves(group: Group) -> set[fx.Node]:
+    """Values of half types and few axes that the group writes, and reads itself.
+
+    Other kernels, the backward's say, read them rounded. Errors of single elements are as eager's;
+    those of a number that all elements of a row have in common are not: a norm takes the number out
+    again, and leaves nothing of eager's error, but all of the difference between two of its values.
+    """
+    every, members = set(range(len(group.domain.sizes))), set(group.nodes)
+    return {
+        node
+        for node in group.outputs
+        if isinstance(value := node.meta["val"], torch.Tensor)
+        and value.dtype in HALF
+        and {axis for dim in group.domain.axes[node] for axis in dim} != every
+        and any(user in members for user in node.users)
+    }
 
 
 def masks(group: Group) -> list[fx.Node]:

@@ -6,8 +6,10 @@ import argparse
 import multiprocessing
 import sys
 import time
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from collections import deque
+from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor, wait
 from pathlib import Path
+from queue import SimpleQueue
 from typing import TYPE_CHECKING
 
 from tests.gradients.programs.jobs import CHUNK, CHUNKS, prepare, run_chunk
@@ -45,18 +47,22 @@ def main() -> int:
             print(render(generate(seed, asked.device).program, asked.device))
         return 0
     chunk = max(1, min(CHUNK, -(-asked.count // asked.jobs)))
-    tasks = [
+    tasks = deque(
         (start, min(chunk, end - start), asked.device, asked.shrink)
         for start in range(asked.start, end, chunk)
-    ]
+    )
     tally, began = Tally(), time.monotonic()
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(asked.jobs, context, max_tasks_per_child=CHUNKS) as pool:
-        futures = [pool.submit(run_chunk, task) for task in tasks]
-        for done in as_completed(futures):
-            if done.exception() is not None:  # the harness's own: not after all other chunks
-                pool.shutdown(cancel_futures=True)
-            outcomes = done.result()
+    done: SimpleQueue[Future[list[Outcome]]] = SimpleQueue()
+    with ThreadPoolExecutor(asked.jobs) as threads:
+        chunks = len(tasks)
+        for _ in range(asked.jobs):
+            threads.submit(_run, tasks, done)
+        for _ in range(chunks):
+            try:
+                outcomes = done.get().result()
+            except BaseException:  # the harness's own: not after all other chunks
+                tasks.clear()
+                raise
             tally.add(outcomes)
             for outcome in outcomes:
                 if outcome.verdict.failed:
@@ -67,6 +73,25 @@ def main() -> int:
     lacking = tally.lacking()
     print("".join(f"{line}\n" for line in lacking), end="")
     return int(bool(tally.failures or lacking))
+
+
+def _run(tasks: deque[tuple[int, int, str, float]], done: SimpleQueue) -> None:
+    """Run what is left of the tasks, by one process after the other.
+
+    A pool of `max_tasks_per_child` would do, but on Python 3.11 it may not start the next process
+    (gh-115634).
+    """
+    context = multiprocessing.get_context("spawn")
+    while tasks:
+        with ProcessPoolExecutor(1, context) as process:
+            for _ in range(CHUNKS):
+                try:
+                    task = tasks.popleft()
+                except IndexError:  # another thread took the last
+                    return
+                future = process.submit(run_chunk, task)
+                wait([future])
+                done.put(future)
 
 
 def _show(outcome: Outcome, folder: Path | None) -> None:

@@ -267,7 +267,7 @@ class _Closing:
                 second = [(self.scaled(aten.mul.Tensor, v, -1.0), n) for v, n in second]
             return self.terms(args[0]) + second
         if target in (aten.mul.Tensor, aten.mul.Scalar) and row.constant(args[0]):
-            args = (args[1], args[0])
+            args, target = (args[1], args[0]), aten.mul.Tensor
         if target is aten.neg.default or target in _CASTS:
             rest, keywords = args[1:], dict(value.kwargs)
         else:
