@@ -296,3 +296,12 @@ def test_operators_without_an_answer_are_given_finite_values(name):
     assert all(t.isfinite().all() for t in extremal(call, pointwise=False).leaves)
     other = replace(call, name="linalg.det")
     assert not all(t.isfinite().all() for t in extremal(other, pointwise=False).leaves)
+
+
+def test_where_eager_overflows_on_its_way_fp64_is_right_too(runs):
+    eager, exact = runs
+    half = exact.outputs[0].half()
+    spoilt = changed(eager, outputs=first(eager.outputs, half.masked_fill(half > 0, 0.0)))
+    for ours, right in ((half, True), (spoilt.outputs[0], True), (half * 0.5, False)):
+        found = problems(changed(spoilt, outputs=first(eager.outputs, ours)), spoilt, exact)
+        assert (not found) == right, found
