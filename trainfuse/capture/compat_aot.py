@@ -23,6 +23,7 @@ from torch._subclasses.fake_tensor import DynamicOutputShapeException
 from autodiff.loss_slopes import binary_cross_entropy_backward, smooth_l1_loss_backward
 from autodiff.margins import multi_margin_loss, multilabel_margin_loss
 from autodiff.upsampling import upsample_linear
+from trainfuse.capture import counted_dims
 from trainfuse.capture.overlap import may_overlap_itself
 
 
@@ -264,4 +265,5 @@ def capture_decompositions() -> dict[Any, Callable[..., Any]]:
     relaid = {op: lay(rules[op]) for op, lay in _RELAID.items()}
     unsized = {op: _sized_by_data(op) for op in _SIZED_BY_DATA}
     powers = {torch.ops.aten.pow.Scalar: _power_of_a_number}
-    return rules | laid_out | relaid | powers | unsized | _FORMULAS
+    plain = counted_dims.rules(rules)
+    return rules | laid_out | relaid | powers | unsized | plain | _FORMULAS

@@ -16,6 +16,7 @@ from torch._dynamo.variables.functions import UserFunctionVariable
 from torch._dynamo.variables.tensor import TensorVariable
 from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
 from torch._functorch.autograd_function import AutogradFunctionApply
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch._subclasses.functional_tensor import (
     FunctionalTensor,
     FunctionalTensorMode,
@@ -23,7 +24,7 @@ from torch._subclasses.functional_tensor import (
 )
 from torch.fx.experimental.proxy_tensor import _get_proxies
 
-from trainfuse.capture import functions, reentrant
+from trainfuse.capture import counted_dims, functions, reentrant
 
 _STOCK_LOAD_ATTR = SideEffects.load_attr
 
@@ -179,6 +180,16 @@ def _functionalize(
     return result
 
 
+_STOCK_FAKE = FakeTensorMode.dispatch
+
+
+def _fake(self: Any, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
+    """What torch plans an operator's result to be; of some, with dims that it doesn't misread."""
+    call = counted_dims.counted(func, args, kwargs or {})
+    args, kwargs = (args, kwargs or {}) if call is None else call
+    return _STOCK_FAKE(self, func, types, args, kwargs)
+
+
 MENDED: tuple[tuple[Any, str, Any, Any], ...] = (
     (SideEffects, "load_attr", _load_attr, _STOCK_LOAD_ATTR),
     (builder, "make_dupe_guard", _same_object_guard, _STOCK_DUPE_GUARD),
@@ -193,6 +204,7 @@ MENDED: tuple[tuple[Any, str, Any, Any], ...] = (
         _STOCK_CHECKPOINT,
     ),
     (FunctionalTensorMode, "__torch_dispatch__", _functionalize, _STOCK_FUNCTIONALIZE),
+    (FakeTensorMode, "dispatch", _fake, _STOCK_FAKE),
     (TensorVariable, "call_method", _call_method, _STOCK_CALL_METHOD),
     (TorchInGraphFunctionVariable, "call_function", _call_function, _STOCK_CALL_FUNCTION),
 )
