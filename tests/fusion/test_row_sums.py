@@ -147,3 +147,21 @@ def test_other_sums_of_everything_stay() -> None:
     assert kept(lambda x: x.square().sum(), x)
     assert kept(lambda x: (x - x.amax(0, keepdim=True)).sum(), x)
     assert kept(lambda x: x.sum(0).sum(), x)
+
+
+def test_what_aten_reads_is_laid_out_as_the_sum_was() -> None:
+    """A repeated element's norm, for one, is less exact than that of equal elements."""
+    x = torch.full((1, 1), 1.6)
+
+    def fn(x: Tensor) -> tuple[Tensor, ...]:
+        total = x.expand(8, 96).sum(0, keepdim=True)
+        return (*torch._foreach_norm([total]), x.expand(8, 96).sum(0) * 2)
+
+    tg = forward_graph(fn, [x])
+    new = verify(simplify_sums(tg))
+    assert not [n for n in new.nodes() if n.target is aten.sum.dim_IntList]
+    (norm,) = [n for n in new.nodes() if n.target is aten._foreach_norm.Scalar]
+    assert all(n.meta["val"].is_contiguous() for n in norm.all_input_nodes)
+    assert sum(n.target is aten.clone.default for n in new.nodes()) == 1
+    for want, got in zip(run_graph(tg, [x]), run_graph(new, [x]), strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-6, atol=0)

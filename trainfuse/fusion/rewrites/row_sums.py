@@ -43,6 +43,7 @@ _FILLS: dict[str, int | str] = {
     **dict.fromkeys(("zeros", "zeros_like", "new_zeros"), 0),
     **dict.fromkeys(("ones", "ones_like", "new_ones"), 1),
 }
+_FUSED = ("pointwise", "reduction")
 _RANGES = ("aten.arange", "prims.iota")
 _BOTH = (aten.bitwise_and.Tensor, aten.logical_and.default)
 
@@ -345,7 +346,15 @@ def _close(edit: GraphEdit, node: fx.Node) -> None:
             total = closing.emit(aten.expand.default, total, kept)
         if not argument(node, "keepdim"):
             total = closing.emit(aten.squeeze.dim, total, row.dim)
+        if wanted.is_contiguous() and not all(map(_fuses, node.users)):
+            # ATen's kernels, of norms say, sum a repeated element less exactly than a tensor
+            total = closing.emit(aten.clone.default, total, memory_format=torch.contiguous_format)
     edit.replace(node, total)
+
+
+def _fuses(user: fx.Node) -> bool:
+    """Whether a user's kernel may be ours."""
+    return user.op == "call_function" and ops.lookup(user.target).kind in _FUSED
 
 
 # Sums of everything.
