@@ -111,7 +111,15 @@ def whole_number(m: Model, x: torch.Tensor) -> Any:
     return h.argmax(1), h, m.layers[1](x).detach(), m.layers[2](x)
 
 
+def leaf_written(m: Model, x: torch.Tensor) -> Any:
+    """Parameters that are written past autograd, one of which no result depends on."""
+    m.scale.detach().mul_(-0.5)
+    m.layers[1].weight.data.clamp_(-0.1, 0.1)
+    return m.layers[1](x) + (m.scale * 2).detach(), m.layers[2](x)
+
+
 PARTS = (
+    leaf_written,
     heads,
     behind_a_trunk,
     nested,

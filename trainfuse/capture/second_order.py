@@ -157,7 +157,9 @@ class Region:
         wiring = self._wiring
         assert wiring is not None
         used = {k for k, g in enumerate(cotangents) if g is not None}
-        if used >= wiring.views.keys() or not used <= wiring.views.keys():
+        if not used <= wiring.views.keys():
+            return None
+        if used >= wiring.views.keys() and not self._writes_a_leaf():
             return None
         reach = self._reach
         if reach is None:
@@ -166,6 +168,17 @@ class Region:
         return tuple(
             grad if index is None or index in kept else None
             for grad, index in zip(grads, wiring.inputs, strict=True)
+        )
+
+    def _writes_a_leaf(self) -> bool:
+        """Whether it writes, past autograd, an input with a gradient: of a `detach()`, or `data`.
+
+        The written value is one more output of the compiled node, whose zeros go to the input.
+        """
+        assert self._wiring is not None
+        outlines = self._wiring.outlines
+        return any(
+            o.requires_grad for i in self._facts.written if isinstance(o := outlines[i], Outline)
         )
 
     def _follow(self, wiring: _Wiring) -> Sequence[Collection[int]]:
