@@ -279,6 +279,11 @@ def is_assertion(node: fx.Node) -> bool:
     return node.op == "call_function" and op_name(node.target) in _ASSERTIONS
 
 
+def is_kept(node: fx.Node) -> bool:
+    """Whether a node runs though nothing reads it; draws move the generator for those after."""
+    return is_effect(node) or is_assertion(node) or draws_randomness(node)
+
+
 def is_simple_map(node: fx.Node) -> bool:
     """Whether a node makes one dense output of its tensor inputs' shape, dtype and device.
 

@@ -81,10 +81,10 @@ class GraphEdit:
         self.facts.pop(node, None)
 
     def eliminate_dead(self) -> None:
-        """Remove unread nodes, latest first, keeping effects and assertions."""
+        """Remove unread nodes, latest first, keeping effects, assertions and random draws."""
         for node in reversed(list(self.graph.nodes)):
             if node.op in ("call_function", "get_attr") and not node.users:
-                if not ops.is_effect(node) and not ops.is_assertion(node):
+                if not ops.is_kept(node):
                     self.erase(node)
 
     def finish(self, **changes: Any) -> TrainingGraph:

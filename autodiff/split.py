@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import fx
 
-from . import _compat
+from . import _compat, ops
 from .channel_norms import channel_norms
 from .derive import cleanup, decompose
 from .formulas import losses
@@ -52,7 +52,21 @@ def partition(
     if note is not None:
         note(choice.report)
     tensors, sizes = saved_values(choice)
-    return _compat.extract_modules(tg.gm, tensors, sizes, num_fwd_outputs=num_fwd_outputs)
+    modules = _compat.extract_modules(tg.gm, tensors, sizes, num_fwd_outputs=num_fwd_outputs)
+    draws = {node.name: tg.phase(node) for node in tg.nodes() if ops.draws_randomness(node)}
+    for module, phase in zip(modules, ("forward", "backward"), strict=True):
+        _draw_once(module, {name for name, of in draws.items() if of != phase})
+    return modules
+
+
+def _draw_once(module: fx.GraphModule, elsewhere: set[str]) -> None:
+    """Leave out what the other module draws: copied with what it has inputs for, read by none."""
+    graph = module.graph
+    for node in reversed(graph.nodes):
+        unread = node.op == "call_function" and not node.users
+        if unread and (node.name in elsewhere or not ops.is_kept(node)):
+            graph.erase_node(node)
+    module.recompile()
 
 
 def joint_graph(

@@ -122,19 +122,21 @@ class DynamoSettings:
     side effects, which are what a step is for: Dynamo would walk the stack for every gradient.
     """
 
-    __slots__ = ("_apply", "_mark", "_reverts")
+    __slots__ = ("_apply", "_draws", "_mark", "_reverts")
     depth: ClassVar[int] = 0
 
     def __init__(self, *, parameters_are_inputs: bool = False, **wanted: Any) -> None:
         wanted = {"side_effect_replay_policy": "silent", **wanted}
         self._apply = torch._dynamo.config._make_closure_patcher(**wanted)
+        # eager draws what nobody reads, too; else AOTAutograd drops it, and later draws are others
+        self._draws = torch._inductor.config._make_closure_patcher(fallback_random=True)
         self._mark = _mark_of_no_parameter if parameters_are_inputs else _STOCK_MARK
-        self._reverts: list[tuple[Callable[[], None], Callable[[Any], Any]]] = []
+        self._reverts: list[tuple[Any, ...]] = []
 
     def __enter__(self) -> None:
         CALLS.acquire()
         DynamoSettings.depth += 1
-        self._reverts.append((self._apply(), builder.get_static_address_type))
+        self._reverts.append((self._apply(), self._draws(), builder.get_static_address_type))
         builder.get_static_address_type = self._mark
         if DynamoSettings.depth == 1:  # a region's user code may call another compiled step
             for owner, name, ours, _ in MENDED:
@@ -145,8 +147,9 @@ class DynamoSettings:
         if not DynamoSettings.depth:
             for owner, name, _, stock in MENDED:
                 setattr(owner, name, stock)
-        revert, builder.get_static_address_type = self._reverts.pop()
-        revert()
+        *reverts, builder.get_static_address_type = self._reverts.pop()
+        for revert in reverts:
+            revert()
         CALLS.release()
 
 

@@ -72,11 +72,6 @@ def _named(order: Sequence[Item]) -> list[Item]:
     return named
 
 
-def _must_run(node: fx.Node) -> bool:
-    """Whether a node runs though nothing reads it."""
-    return ops.is_effect(node) or ops.is_assertion(node) or ops.draws_randomness(node)
-
-
 def _upstream(index: int, before: Sequence[set[int]]) -> set[int]:
     """An item and all that must come before it."""
     found, pending = {index}, [index]
@@ -138,7 +133,7 @@ class _Assembly:
                 if isinstance(group, Refusal):
                     refusals.append(group)
             for node in sorted(unit.members, key=self.flow.position.__getitem__, reverse=True):
-                if node in stored or _must_run(node):
+                if node in stored or ops.is_kept(node):
                     items.append(node)
                     stored.update(self.flow.reads[node])
         views = self.needed_views(items)

@@ -104,6 +104,9 @@ def segment_module(tg: TrainingGraph, segment: Segment) -> fx.GraphModule:
             visit(read)
         mapping[node] = _staged_sum(graph, node, visit) or graph.node_copy(node, visit)
     graph.output(tuple(mapping[n] for n in segment.outputs))
+    for node in graph.nodes:
+        # what is made again has been chosen: torch 2.14 would choose anew, by checkpoints' tags
+        node.meta.pop("recompute", None)
     return fx.GraphModule(tg.gm, graph)
 
 
