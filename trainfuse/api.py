@@ -16,16 +16,16 @@ from autodiff.graph import Refusal
 from trainfuse import log
 from trainfuse.capture import compat
 from trainfuse.capture.lift import CaptureRefused
-from trainfuse.capture.regions import Regions
+from trainfuse.capture.regions import Regions, eager_part
 from trainfuse.capture.second_order import AGAIN
 from trainfuse.capture.whole_step import PlanBudget, WholeStep
 from trainfuse.debug.bisect import Culprit, search
 from trainfuse.debug.doctor import Diagnosis, diagnose
 from trainfuse.debug.explain import Explanation
-from trainfuse.errors import CaptureError, NotCompilable
+from trainfuse.errors import CaptureError, NotCompilable, TracingFailed
 from trainfuse.fields import Settings
 from trainfuse.options import CUDA_GRAPH, MODE, VERIFY, CompileOptions, resolve
-from trainfuse.plans import Builder, PlanRecord, explain_plans
+from trainfuse.plans import Builder, PlanOnly, PlanRecord, explain_plans
 
 Module = TypeVar("Module", bound=nn.Module)
 _log = log.get_logger("capture")
@@ -108,7 +108,16 @@ class _Runner:
             line = f"{AGAIN.reason}: it runs eagerly from now on (a whole step may be compiled)"
             _log.warning("%s: %s", _name_of(self.target), line)
         else:
-            _log.warning("%s: %s", _name_of(self.target), refusal.reason)
+            where = f" ({refusal.where})" if refusal.where else ""
+            _log.warning("%s: %s%s", _name_of(self.target), refusal.reason, where)
+
+    def _failed(self, fault: Refusal, error: Exception) -> None:
+        """A part of the target could not be traced, and runs eagerly unless this raises."""
+        if self.settings.strict or not self.settings.fallback:
+            raise TracingFailed(reason=fault.reason, where=fault.where) from error
+        if self.builder.plans_only:
+            self._notice(eager_part(fault))
+            raise PlanOnly
 
     def refuse(self, refusal: Refusal) -> None:
         """Record why this target is not captured whole."""
@@ -125,6 +134,7 @@ class _Runner:
                 self.builder,
                 joint_passes=self.builder.joint_passes,
                 notice=self._notice,
+                failed=self._failed,
                 max_plans=self.settings.max_plans,
                 fullgraph=self.options.fullgraph,
                 dynamic=self.options.dynamic,

@@ -109,6 +109,13 @@ class CaptureError(TrainfuseError):
     fix = "fullgraph=False splits it into regions instead of raising"
 
 
+class TracingFailed(CaptureError):
+    """Torch failed to trace a part of the program, and running it eagerly was not allowed."""
+
+    message = "torch failed to trace a part of the program: {reason}"
+    fix = "leave fallback on to run that part eagerly"
+
+
 class CudaGraphUnavailable(CaptureError):
     """A CUDA graph was required and can't be had."""
 

@@ -244,7 +244,7 @@ class Settings:
     )
     skip_ops: frozenset[str] = _switch(frozenset(), _OPS, "these operators stay ATen")
     fuse_first: int | None = _switch(None, _integer(0, optional=True), "later groups stay ATen")
-    fallback: bool = _on("a failing group raises instead of running as ATen")
+    fallback: bool = _on("what fails raises instead of running as ATen")
     fma: bool = _on("Triton kernels round products and sums separately: slower", warns=True)
     autotune: str = _switch(
         "large", _choice("off", "large", "full"), "'full' compiles and times many kernels",

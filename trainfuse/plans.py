@@ -96,13 +96,13 @@ class PlanRecord:
 class Builder:
     """Plans captured graphs under one set of settings; what capture calls back.
 
-    plans: every plan made, oldest first.
+    plans: every plan made, oldest first. plans_only: nothing of the program may run.
     """
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
         self.plans: list[PlanRecord] = []
-        self._stop_at_plan = False
+        self.plans_only = False
         self._saved: RecomputeReport | None = None
         self._boundary = Boundary(allowed=settings.fallback)
         if torch.cuda.is_available() and settings.chosen_backend in (None, "triton"):
@@ -114,11 +114,11 @@ class Builder:
     @contextlib.contextmanager
     def plan_only(self) -> Iterator[type[PlanOnly]]:
         """Within the block built programs raise PlanOnly instead of running."""
-        self._stop_at_plan = True
+        self.plans_only = True
         try:
             yield PlanOnly
         finally:
-            self._stop_at_plan = False
+            self.plans_only = False
 
     def joint_passes(self, joint: fx.GraphModule, inputs: Any, **more: Any) -> Any:
         """Cut a region's joint graph into forward and backward, as the settings ask."""
@@ -142,7 +142,7 @@ class Builder:
         began = time.perf_counter()
         device = device_of(captured.graph)
         facts = Facts(
-            replace(self.settings, autotune="off") if self._stop_at_plan else self.settings,
+            replace(self.settings, autotune="off") if self.plans_only else self.settings,
             target_of(device),
             choose_backend(self.settings, device),
             captured.kind,
@@ -154,7 +154,7 @@ class Builder:
             refuse_unfused(state)
         record = PlanRecord(captured.kind, state, 0.0)
         self.plans.append(record)
-        if self._stop_at_plan and facts.backend == "inductor":
+        if self.plans_only and facts.backend == "inductor":
             return _stop  # Inductor compiles for seconds, and shows nothing of it
         record.plan = Plan(
             state.graph,
@@ -167,7 +167,7 @@ class Builder:
             checks=self._checks(captured, facts),
         )
         record.compile_s = time.perf_counter() - began
-        if self._stop_at_plan:
+        if self.plans_only:
             return _stop
         self._dump(record)
         return self._program(record)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import threading
+import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -441,11 +443,36 @@ def refusal_of(error: BaseException) -> Refusal:
         if needle in text:
             reason = plain
             break
-    where = None
-    for frame in getattr(error, "real_stack", None) or ():
-        if "/torch/" not in frame.filename and "/trainfuse/capture/" not in frame.filename:
-            where = f"{frame.filename.rsplit('/', 1)[-1]}:{frame.lineno}"
-    return Refusal("capture", reason, where=where)
+    return Refusal("capture", reason, where=_where(error))
+
+
+def fault_of(error: BaseException, code: types.CodeType) -> Refusal:
+    """What went wrong while Dynamo traced a frame, in one line, with the user's line."""
+    cause = user_cause(error)
+    text = str(cause)
+    explained = _EXPLAINED.search(text)
+    lines = [explained[1]] if explained else [line for line in text.splitlines() if line.strip()]
+    line = lines[0].strip() if lines else "no message"
+    reason = f"{type(cause).__name__}: {line if len(line) <= _LONG else line[:_LONG] + '...'}"
+    at = _users_line(code.co_filename, code.co_firstlineno)
+    return Refusal("capture", reason, where=_where(error) or at)
+
+
+_LONG = 300
+_EXPLAINED = re.compile(r"^ *Explanation: (?:.*: got )?(.+)$", re.MULTILINE)
+"""Where Dynamo's errors of many lines say what went wrong; of an operator, what it raised."""
+
+
+def _where(error: BaseException) -> str | None:
+    """The innermost line outside torch that Dynamo was at, as "file.py:12"."""
+    stack = getattr(error, "real_stack", None) or ()
+    lines = [_users_line(frame.filename, frame.lineno) for frame in stack]
+    return next(filter(None, reversed(lines)), None)
+
+
+def _users_line(path: str, line: int | None) -> str | None:
+    ours = "/torch/" in path or "/trainfuse/capture/" in path
+    return None if ours else f"{path.rsplit('/', 1)[-1]}:{line}"
 
 
 def failed_assumption(error: RuntimeError) -> bool:

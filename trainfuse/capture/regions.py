@@ -16,13 +16,14 @@ from torch import Tensor, fx, nn
 from autodiff.graph import Refusal
 from autodiff.split import partition
 from trainfuse.capture import compat
+from trainfuse.capture.compat_frames import compile_frames, trace_again
 from trainfuse.capture.layouts import with_eager_strides
 from trainfuse.capture.lift import CaptureKind, CaptureRefused, input_fact, lift
 from trainfuse.capture.objects import find_objects
 from trainfuse.capture.overlap import OVERLAP
 from trainfuse.capture.second_order import Region, RegionFacts
 from trainfuse.capture.whole_step import Build
-from trainfuse.errors import TrainfuseError
+from trainfuse.errors import CaptureError, TrainfuseError
 
 _HISTORY = "it writes a value that needs a gradient over an input that needs none"
 
@@ -159,10 +160,18 @@ def _put_back(optimizer: torch.optim.Optimizer, step: Any) -> None:
         vars(optimizer)["step"] = step
 
 
+def eager_part(fault: Refusal) -> Refusal:
+    """What is told of a part that runs eagerly since tracing failed."""
+    reason = f"a part runs eagerly, as torch failed to trace it: {fault.reason}"
+    return Refusal("capture", reason, where=fault.where)
+
+
 class Regions:
     """A function or module compiled region by region.
 
     `breaks` collects Dynamo's reasons for splitting; the target's own optimizers run as they are.
+    A frame that Dynamo fails to trace runs eagerly. failed: told of the failure before that, and
+    may raise; notice: told of it once the call has ended well.
     """
 
     def __init__(
@@ -172,6 +181,7 @@ class Regions:
         *,
         joint_passes: Callable[..., Any] = partition,
         notice: Callable[[Refusal], None] = lambda _: None,
+        failed: Callable[[Refusal, Exception], None] = lambda *_: None,
         max_plans: int,
         fullgraph: bool,
         dynamic: bool | None,
@@ -180,13 +190,18 @@ class Regions:
             return target(*args, **kwargs)
 
         self._updates = _PlainUpdates(target)
+        self._notice = notice
+        self._on_failure = failed
+        self._fullgraph = fullgraph
+        self._failed: list[tuple[types.CodeType, Refusal]] = []  # in the call in hand
         # a code object of its own, so that no two compiled targets share a cache or its limit
         self._code = types.FunctionType(
             regions.__code__.replace(), regions.__globals__, "regions", None, regions.__closure__
         )
-        self._compiled = torch.compile(
+        self._compiled = compile_frames(
             self._code,
-            backend=region_backend(build, joint_passes, notice),
+            region_backend(build, joint_passes, notice),
+            self._rescue,
             fullgraph=fullgraph,
             dynamic=False if dynamic is None else dynamic,
         )
@@ -199,14 +214,49 @@ class Regions:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the target; its results stay differentiable."""
+        around, self._failed = self._failed, []
+        ended = False
         try:
             with self._settings, self._updates.kept((*args, *kwargs.values())):
-                return self._compiled(*args, **kwargs)
+                result = self._compiled(*args, **kwargs)
+            ended = True
+            return result
         except compat.CAPTURE_ERRORS as error:
             cause = compat.user_cause(error)
             if isinstance(cause, TrainfuseError):
                 raise cause from error
+            if self._fullgraph and not compat.over_budget(error):
+                refusal = compat.refusal_of(error)
+                raise CaptureError(reason=refusal.reason, where=refusal.where) from error
             raise
+        finally:
+            failed, self._failed = self._failed, around
+            if failed:
+                self._settle(failed, ended)
+
+    def _rescue(self, code: types.CodeType, error: Exception) -> bool:
+        """Whether a frame that Dynamo failed to trace runs eagerly."""
+        if isinstance(compat.user_cause(error), TrainfuseError | torch.OutOfMemoryError):
+            return False
+        fault = compat.fault_of(error, code)
+        self._on_failure(fault, error)
+        self._failed.append((code, eager_part(fault)))
+        return True
+
+    def _settle(self, failed: Sequence[tuple[types.CodeType, Refusal]], ended: bool) -> None:
+        """Tell of the parts that ran eagerly in a call, or forget them where it raised.
+
+        Eager raised too then: the program may be at fault, and be mended.
+        """
+        if not ended:
+            for code, _ in failed:
+                trace_again(code)
+            return
+        # the frame around the target has no line of the user's: the target's own tells it better
+        located = {refusal.reason for _, refusal in failed if refusal.where}
+        for _, refusal in failed:
+            if refusal.where or refusal.reason not in located:
+                self._notice(refusal)
 
     def close(self) -> None:
         """Forget every plan."""

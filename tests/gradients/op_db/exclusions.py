@@ -11,24 +11,14 @@ UNTRACEABLE = frozenset({"view_copy"})
 """Operators that Dynamo itself, whatever the backend, may have no shape of where eager has one:
 torch 2.11's view_copy takes an input with gaps for one that can't be viewed."""
 
-_FILLED_IN_PLACE = "its gradient is filled in place, which a trace turns into a copy in rows"
-_SHOWN_OTHERWISE = "torch's fake tensors keep its operand's layout, or don't, where kernels do not"
 LAID_OUT_OTHERWISE = {
     **dict.fromkeys(
-        "norm norm.fro linalg.norm linalg.norm.subgradients_at_zero linalg.matrix_norm masked.norm "
-        "linalg.vector_norm dist copysign nn.functional.pairwise_distance "
-        "nn.functional.triplet_margin_loss "
-        "nn.functional.triplet_margin_with_distance_loss".split(),
-        _FILLED_IN_PLACE,
+        "nn.functional.batch_norm native_batch_norm _native_batch_norm_legit copysign "
+        "div.floor_rounding native_dropout_backward stft".split(),
+        "torch's fake tensors keep its operand's layout, or don't, where kernels do not",
     ),
     **dict.fromkeys(
-        "nn.functional.batch_norm native_batch_norm _native_batch_norm_legit "
-        "_batch_norm_with_update div.floor_rounding native_dropout_backward stft".split(),
-        _SHOWN_OTHERWISE,
-    ),
-    **dict.fromkeys(
-        "maximum minimum max.binary min.binary zero_ fft.fft2 fft.fftn fft.ifft2 fft.ifftn".split(),
-        "on torch 2.11 alone, not on 2.14",
+        "fft.fft2 fft.fftn fft.ifft2 fft.ifftn".split(), "on torch 2.11 alone, not on 2.14"
     ),
 }
 """Operators of which a region's results may have other strides than eager's, and why, where the

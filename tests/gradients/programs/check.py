@@ -10,7 +10,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Any, Literal
 from unittest import mock
@@ -29,6 +29,7 @@ from trainfuse.capture import compat
 from trainfuse.codegen.builder import Group
 from trainfuse.codegen.lower import candidates
 from trainfuse.codegen.targets import H200, CodegenOptions, Target
+from trainfuse.errors import TracingFailed
 
 Kind = Literal["right", "wrong", "crash", "unfair"]
 
@@ -90,7 +91,7 @@ def check(program: Program, device: str = "cpu") -> Verdict:
     """Run a program compiled, and judge it.
 
     Kernels are run by the interpreter on a CPU, and also written as for a GPU, where schedules
-    decide otherwise.
+    decide otherwise. Where torch fails to trace it, with fallback off, it must be right with it on.
     """
     began = time.perf_counter()
     name = f"<program {program.seed}>"
@@ -106,6 +107,9 @@ def check(program: Program, device: str = "cpu") -> Verdict:
             warnings.simplefilter("ignore")
             names["test_program"]()
     except Exception as raised:
+        if isinstance(raised, TracingFailed):  # torch's own fault: the rest must be right
+            torch._dynamo.reset()
+            return check(_falling_back(program), device)
         wrong = isinstance(raised, AssertionError) and "further from fp64" in str(raised)
         kind = "wrong" if wrong else "crash"
         error, trace = f"{type(raised).__name__}: {raised}", traceback.format_exc()
@@ -119,6 +123,12 @@ def check(program: Program, device: str = "cpu") -> Verdict:
     if "the weights moved by" in error or (kind == "wrong" and _explained(program, error)):
         kind = "unfair"
     return Verdict(program.seed, kind, error, trace, **facts, seconds=time.perf_counter() - began)
+
+
+def _falling_back(program: Program) -> Program:
+    how = program.compile
+    kept = tuple(option for option in how.options if option[0] != "fallback")
+    return replace(program, compile=replace(how, options=kept))
 
 
 def _runs_in_eager(names: Mapping[str, Any]) -> bool:
