@@ -229,4 +229,5 @@ def least(error: TensorError, dtype: torch.dtype, scale: float, k: float, most: 
     """What eager's own error must be, so that a tensor's `excess` is at most `most`."""
     if not math.isfinite(error.ours):
         return math.inf
-    return error.ours / most - _floor(dtype, error.size, scale) / k
+    # more than enough: what has it must not fail by the last bit
+    return (1.0 + 1e-9) * error.ours / most - _floor(dtype, error.size, scale) / k
