@@ -15,7 +15,7 @@ _ROUND_A = 0xD2511F53
 _ROUND_B = 0xCD9E8D57
 _ROUNDS = 7
 """The fewest that pass all of BigCrush, by the paper; flash attention's dropout has as many."""
-# Counters that are computed at a time, in some 130 MB: large masks take little more than themselves.
+# Counters that are computed at a time, in some 130 MB.
 _PIECE = 1 << 21
 KEEP_MASK = "trainfuse.keep_mask.default"
 """The mask operator's name."""
