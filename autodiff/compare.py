@@ -172,11 +172,12 @@ def judge(
     step: int = 0,
     usual: Sequence[float] = (),
     known: Mapping[str, Figures] | None = None,
+    at_least: Mapping[str, float] | None = None,
 ) -> tuple[TensorError, ...]:
     """Errors of three runs' tensors, by name.
 
     known: what `measure` gave for eager and fp64 by name, or for all three, where that was asked
-    before.
+    before. at_least: errors that are eager's own where they are larger than what it has here.
 
     A tensor of fewer than SMALL_TENSOR elements (a loss, a bias) may have been lucky in eager: it
     is measured against eager's median relative error where that is larger, of `usual` if given,
@@ -207,7 +208,7 @@ def judge(
             errors.append(TensorError(name, step, 0.0, 0.0, 0.0 if same else math.inf, "exact"))
         else:
             size, own, error = figures[name]
-            allowed = own
+            allowed = max(own, at_least.get(name, 0.0) if at_least else 0.0)
             if theirs.numel() < SMALL_TENSOR:
                 allowed = max(allowed, typical * size)
             ratio = excess(error, allowed, theirs.dtype, size, scale, k)
@@ -222,3 +223,11 @@ def excess(
     """An error over eager's own and the floor: to be held to k."""
     allowed = own + _floor(dtype, size, scale) / k
     return error / allowed if allowed else (0.0 if error == 0 else math.inf)
+
+
+def least(error: TensorError, dtype: torch.dtype, scale: float, k: float, most: float) -> float:
+    """What eager's own error must be, so that a tensor's `excess` is at most `most`."""
+    if not math.isfinite(error.ours):
+        return math.inf
+    # more than enough: what has it must not fail by the last bit
+    return (1.0 + 1e-9) * error.ours / most - _floor(dtype, error.size, scale) / k

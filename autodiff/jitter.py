@@ -32,6 +32,12 @@ _EXACT = frozenset(
     """.split()
 )
 
+ROUNDINGS, AS_FAR = 64, 2
+"""How many other roundings are asked where something seems wrong, and how many of them must be as
+far off. So few, as the one scalar of a half type that decides is seldom moved.
+"""
+_PIECE = 1 << 22
+"""Elements that are moved at a time: a move takes some fp64 numbers for each."""
 _aten = torch.ops.aten
 _SUMS = frozenset({_aten.sum.default, _aten.sum.dim_IntList, _aten.mean.default, _aten.mean.dim})
 
@@ -98,17 +104,31 @@ class Jitter(TorchDispatchMode):
         """The value, rounded otherwise. most: elements of the largest operand."""
         if not isinstance(value, Tensor) or not value.is_floating_point():
             return value
+        moved = torch.empty_like(value)
+        for piece, into in zip(_pieces(value), _pieces(moved), strict=True):
+            into.copy_(piece.double() * self._factors(piece, is_sum=most > value.numel()))
+        return moved
+
+    def _factors(self, value: Tensor, *, is_sum: bool) -> Tensor:
+        """By what each element is multiplied, in fp64."""
         generator = self._generator(value.device)
         drawn = {"generator": generator, "dtype": torch.float64, "device": value.device}
-        if most > value.numel():
+        if is_sum:
             step = (0.8 * torch.randn(value.shape, **drawn)).round()
         else:
             chance = torch.rand(value.shape, **drawn)
             step = (chance < 1 / 24).double() - (chance > 23 / 24).double()
         # 0.7 to 1.4 units in the last place, which rounds to one
-        by = 1.0 + 0.7 * torch.finfo(value.dtype).eps * step
-        moved = torch.empty_like(value)
-        return moved.copy_(value.double() * by)
+        return 1.0 + 0.7 * torch.finfo(value.dtype).eps * step
+
+
+def _pieces(value: Tensor) -> Sequence[Tensor]:
+    """Views of a tensor that are few elements each, along its longest dimension."""
+    if value.numel() <= _PIECE:
+        return [value]
+    longest = max(range(value.ndim), key=lambda dim: value.shape[dim])
+    rows = max(1, _PIECE * value.shape[longest] // value.numel())
+    return value.split(rows, longest)
 
 
 @functools.cache

@@ -280,7 +280,7 @@ def test_only_what_is_far_from_torch_s_step_is_computed_in_fp64(
 def test_where_most_are_far_torch_alone_is_not_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(update_check, "_distance", lambda size, _: (size, 0.0, size))
     asked: list[str] = []
-    for name in ("_beside_torch", "_beside_fp64"):
+    for name in ("_beside_torch", "_beside_operators", "_beside_fp64"):
         own = getattr(update_check, name)
         monkeypatch.setattr(
             update_check, name, lambda *a, n=name, own=own: (asked.append(n), own(*a))[1]
@@ -289,6 +289,9 @@ def test_where_most_are_far_torch_alone_is_not_asked_again(monkeypatch: pytest.M
     compiled = trainfuse.compile(step, backend="triton", verify=1)
     train(compiled, 1)
     assert asked == ["_beside_torch", "_beside_fp64", "_beside_torch"]
+    asked.clear()
+    train(compiled, 1)
+    assert asked == ["_beside_operators", "_beside_fp64", "_beside_torch"]
     asked.clear()
     train(compiled, 1)
     assert asked == ["_beside_fp64", "_beside_torch"], "what fp64 is held beside"

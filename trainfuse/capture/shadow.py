@@ -85,11 +85,16 @@ class Shadow:
 
         return call
 
-    def look(self, copies: Copies, masks: Masks | None) -> Seen:
+    def look(
+        self,
+        copies: Copies,
+        masks: Masks | None,
+        within: contextlib.AbstractContextManager[object] | None = None,
+    ) -> Seen:
         """Run the step on the inputs of the call under way, and put back what it wrote of them.
 
-        copies: makes those that are kept. masks: taken by dropout; None for torch's own. The
-        optimizer does not run.
+        copies: makes those that are kept. masks: taken by dropout; None for torch's own. within:
+        entered for the step alone. The optimizer does not run.
         """
         seen, args = Seen(), self._args
         # the graph is a straight line: what its operators write, they write at every run
@@ -100,7 +105,7 @@ class Shadow:
 
         try:
             with watch if self._written is None else contextlib.nullcontext():
-                outputs = self._run(args, update, masks)
+                outputs = self._run(args, update, masks, within)
             self._written = watch.kept
             kept = iter(copies([o for o in outputs if isinstance(o, Tensor)]))
             seen.outputs = [next(kept) if isinstance(o, Tensor) else o for o in outputs]
@@ -121,7 +126,13 @@ class Shadow:
 
         return self._run(args, update, Masks() if self.fast_rng else None)
 
-    def _run(self, args: Sequence[Any], update: Callable[..., None], masks: Masks | None) -> Any:
+    def _run(
+        self,
+        args: Sequence[Any],
+        update: Callable[..., None],
+        masks: Masks | None,
+        within: contextlib.AbstractContextManager[object] | None = None,
+    ) -> Any:
         with contextlib.ExitStack() as stack:
             stack.enter_context(modes.kept())
             stack.enter_context(torch.enable_grad())
@@ -129,7 +140,7 @@ class Shadow:
                 stack.enter_context(torch.autocast(device, dtype, enabled))
             if masks is not None:
                 stack.enter_context(installed(masks))
-            with self._eager.during(update, masks):
+            with self._eager.during(update, masks), within or contextlib.nullcontext():
                 return self._forward(*args)
 
 

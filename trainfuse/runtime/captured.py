@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -193,15 +193,22 @@ class CapturedStep:
             {name: args[place] for name, place in self._places.items()},
         )
 
-    def seen(self, args: Sequence[Any], copies: Copies) -> Results | None:
+    def seen(
+        self,
+        args: Sequence[Any],
+        copies: Copies,
+        within: AbstractContextManager[object] | None = None,
+    ) -> Results | None:
         """What eager autograd makes of the step, from Dynamo's graph.
+
+        within: entered for the step alone.
 
         None where there is no such graph, or where it drew other dropout masks than the plan will.
         """
         if self.shadow is None:
             return None
         with _same_draws(args):
-            seen = self.shadow.look(copies, self._masks())
+            seen = self.shadow.look(copies, self._masks(), within)
         if seen.draws != len(self._draws) or len(seen.gradients) != len(self.updates):
             return None
         results = Results()

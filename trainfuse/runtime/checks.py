@@ -31,6 +31,7 @@ from trainfuse.runtime.step_gate import (
     StepGate,
     StepMismatch,
     Unexplained,
+    is_luck,
 )
 
 
@@ -88,12 +89,18 @@ class Checks:
         looked = False
         while self._gate is not None:
             suspecting = plan.suspecting() if looked else nullcontext()
+            wrong: StepMismatch | None = None
             try:
                 with suspecting:
                     return self._finite(plan, args, self._gate.check(references))
             except Unexplained:
+                pass
+            except StepMismatch as error:
+                wrong = error.with_traceback(None)  # its frames hold what the step has allocated
+            if wrong is None:
                 references = self._references(plan, args, references)
-            except StepMismatch as wrong:
+            elif not self._is_luck(plan, references, wrong):
+                self._refuse(wrong)
                 # values of today may show a fault of a kernel that those of its own check did not
                 if looked or wrong.part == "update" or not plan.program.groups:
                     self._replace(plan, args, wrong)
@@ -101,6 +108,20 @@ class Checks:
                 else:
                     looked = True
         return self._finite(plan, args, None)
+
+    def _is_luck(self, plan: Plan, references: References | None, wrong: StepMismatch) -> bool:
+        """Whether eager under other roundings is as far off: the call may be judged beside that."""
+        try:
+            return references is not None and is_luck(wrong, references.otherwise)
+        except torch.OutOfMemoryError:
+            if not plan.tight:
+                raise
+            return False
+
+    def _refuse(self, wrong: StepMismatch) -> None:
+        """Raise what is wrong where nothing may be replaced."""
+        if self._gate is not None and self._gate.strict:
+            raise wrong.strictly from wrong
 
     def _references(
         self, plan: Plan, args: Sequence[Any], suspected: References | None = None
@@ -141,6 +162,7 @@ class Checks:
         return TakeOver(wrong.failure.error)
 
     def _record(self, plan: Plan, wrong: StepMismatch, repro: str = "") -> None:
+        self._refuse(wrong)
         failure = replace(wrong.failure, repro=repro)
         plan.options.boundary.record(f"{wrong.part}-{id(self)}", failure)
 

@@ -130,7 +130,7 @@ class UpdateCall:
 class BucketCall:
     """The parameters of one template: lowered, gated and launched together.
 
-    is_far: whether a comparison found most of them further from torch's step than one rounding.
+    far: of how many of torch's own steps a comparison found most of them further than a rounding.
     """
 
     def __init__(self, name: str, bucket: Bucket, call: UpdateCall) -> None:
@@ -139,7 +139,7 @@ class BucketCall:
         self._launcher: ForeachLauncher | None = None
         self._options: RuntimeOptions | None = None
         self._trusted = False
-        self.is_far = False
+        self.far = 0
 
     # -- tensors ------------------------------------------------------------------------------
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, fx
 
-from autodiff.jitter import Jitter
+from autodiff.jitter import AS_FAR, ROUNDINGS, Jitter
 from autodiff.mismatch import WORKING_BYTES, Comparison, mismatch
 from autodiff.reference import Environment
 from trainfuse.runtime import ties
@@ -23,10 +23,6 @@ if TYPE_CHECKING:
     from trainfuse.fusion.plan import FusionGroup
 
 Again = Callable[[int], "list[Tensor] | None"]
-_ROUNDINGS, _AS_FAR = 64, 2
-"""How many other roundings of ATen's are asked where a kernel seems wrong, and how many of them
-must be as far off. So few, as the one scalar of a half type that decides is seldom moved.
-"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,12 +114,12 @@ class Gate:
         if wrong is None or again is None:
             return wrong
         near = 0
-        for seed in range(_ROUNDINGS):
+        for seed in range(ROUNDINGS):
             native = again(seed)
             if native is None:
                 break
             near += self.compare_all([(ours, replace(refs, native=native))]) is None
-            if near == _AS_FAR:
+            if near == AS_FAR:
                 return None
         return wrong
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from autodiff.compare import TensorError, judge, luck
+from autodiff.compare import TensorError, judge, least, luck
 from autodiff.mismatch import wrong_integers
 from autodiff.norms import Figures, Measurement
 from trainfuse.errors import GradientMismatch
@@ -20,6 +20,7 @@ from trainfuse.log import get_logger
 from trainfuse.runtime.captured import CapturedStep, Results, by_name
 from trainfuse.runtime.fallback import Failure
 from trainfuse.runtime.foreach import UpdateCall
+from trainfuse.runtime.other_roundings import OtherRoundings, Sides, Values
 from trainfuse.runtime.room import Room, device_of
 from trainfuse.runtime.snapshot import Snapshot
 from trainfuse.runtime.update_check import UpdateCheck
@@ -34,16 +35,33 @@ _CAPTURE_LEEWAY = 4.0
 """Eager's kernels and the operators that they were taken apart into may round differently; what a
 wrong capture loses is no rounding."""
 _log = get_logger("gate")
-Values = Mapping[str, Tensor]
 Known = Mapping[str, Figures]
 
 
-class StepMismatch(Exception):
-    """Stops a step before it counts. part: what was wrong."""
+@dataclass(frozen=True, slots=True)
+class Doubt:
+    """One comparison that failed, by its number in the step.
 
-    def __init__(self, failure: Failure, part: Part) -> None:
+    least: of each tensor that did, the error of eager's beside which it would be right.
+    """
+
+    comparison: int
+    least: Mapping[str, float]
+
+
+class StepMismatch(Exception):
+    """Stops a step before it counts. part: what was wrong.
+
+    doubt: what other roundings may explain; None for nothing. strictly: what is raised where
+    nothing may be replaced.
+    """
+
+    def __init__(
+        self, failure: Failure, part: Part, strictly: GradientMismatch, doubt: Doubt | None
+    ) -> None:
         super().__init__(failure.error)
         self.failure, self.part = failure, part
+        self.strictly, self.doubt = strictly, doubt
 
 
 class Unexplained(Exception):
@@ -55,13 +73,15 @@ class References:
     """What the step makes: by eager autograd (or ATen where there is none), and in fp64.
 
     share: of a gradient's size that the two may differ by before the capture is suspected; None
-    where both were made from it. settled: it was suspected, and is right. What they differ by is
-    asked of the device at once, and waited for when it is read.
+    where both were made from it. settled: it was suspected, and is right. otherwise: the native
+    side under other roundings. What they differ by is asked of the device at once, and waited for
+    when it is read.
     """
 
     native: Results
     exact: Results
     share: float | None
+    otherwise: OtherRoundings
     settled: bool = False
 
     def __post_init__(self) -> None:
@@ -94,8 +114,8 @@ class References:
 class StepGate:
     """Compares one plan with the step as Dynamo saw it and with the captured graph in fp64.
 
-    factor: how much worse than eager's own error one may be. strict: raise GradientMismatch
-    instead of going on with something else.
+    factor: how much worse than eager's own error one may be. strict: nothing may go on in the place
+    of what is wrong.
     """
 
     def __init__(self, captured: CapturedStep, *, strict: bool, factor: float = 2.0) -> None:
@@ -116,15 +136,26 @@ class StepGate:
             with captured.sharing_masks(room):
                 native = self._eager(args, room)
                 exact = captured.run(args, wide=True, on_host=on_host)
+                share = None if native is None else self._share
                 if native is None:
                     native = captured.run(args, wide=False, on_host=on_host)
-                    return References(native, exact, None)
-            for theirs, ours in pairs_of(native, exact):
-                if odd := ", ".join(sorted(theirs.keys() ^ ours.keys())):
-                    self.reject(TensorError(odd, 0, math.inf, 0.0, math.inf), 1, "capture")
-            return References(native, exact, self._share)
         except torch.OutOfMemoryError as error:
             return _not_compared(error, insist)
+        for theirs, ours in pairs_of(native, exact) if share is not None else ():
+            if odd := ", ".join(sorted(theirs.keys() ^ ours.keys())):
+                self.reject(TensorError(odd, 0, math.inf, 0.0, math.inf), 1, "capture")
+
+        def otherwise(rounded: AbstractContextManager[object]) -> list[Sides] | None:
+            room = Room(device_of(args), needed, captured.result_bytes)
+            with captured.sharing_masks(room):
+                if share is not None:
+                    made = self._eager(args, room, rounded)
+                else:
+                    with rounded:
+                        made = captured.run(args, wide=False, on_host=room.left == 0)
+            return None if made is None else sides_of(made, exact)
+
+        return References(native, exact, share, OtherRoundings(otherwise))
 
     @property
     def _share(self) -> float:
@@ -139,22 +170,38 @@ class StepGate:
         Arguments, result and errors as those of `references`.
         """
         room = Room(device_of(args), needed)
-        eager, exact = references.native, references.exact
+        eager = references.native
+        pairs = pairs_of(eager, references.exact)
+
+        def aten(rounded: AbstractContextManager[object]) -> list[Sides]:
+            with rounded:
+                native = self.captured.run(args, wide=False, on_host=room.left == 0)
+            ours = (captured for _, captured in pairs_of(eager, native))
+            return [(mine, fp64) for mine, (_, fp64) in zip(ours, pairs, strict=True)]
+
         try:
             with self.captured.sharing_masks(room):
-                native = self.captured.run(args, wide=False, on_host=room.left == 0)
-            for (theirs, fp64), (_, ours) in zip(
-                pairs_of(eager, exact), pairs_of(eager, native), strict=True
-            ):
-                self.compare(theirs, ours, fp64, "capture")
+                otherwise = OtherRoundings(aten)
+                beside = zip(pairs, aten(nullcontext()), strict=True)
+                for number, ((theirs, fp64), (ours, _)) in enumerate(beside):
+                    try:
+                        self.compare(theirs, ours, fp64, "capture", number)
+                    except StepMismatch as wrong:
+                        if not is_luck(wrong, otherwise):
+                            raise
         except torch.OutOfMemoryError as error:
             return _not_compared(error, insist)
         references.settled = True
         return references
 
-    def _eager(self, args: Sequence[Any], room: Room) -> Results | None:
+    def _eager(
+        self,
+        args: Sequence[Any],
+        room: Room,
+        within: AbstractContextManager[object] | None = None,
+    ) -> Results | None:
         captured = self.captured
-        seen = captured.boundary.attempt(lambda: captured.seen(args, room.copies), "step")
+        seen = captured.boundary.attempt(lambda: captured.seen(args, room.copies, within), "step")
         if isinstance(seen, str):
             _log.info("eager autograd could not run Dynamo's graph: %s", seen)
             return None
@@ -167,17 +214,34 @@ class StepGate:
         return StepCheck(self, references)
 
     def compare(
-        self, ours: Values, native: Values, exact: Values, part: Part, known: Known | None = None
+        self,
+        ours: Values,
+        native: Values,
+        exact: Values,
+        part: Part,
+        number: int,
+        known: Known | None = None,
+        at_least: Mapping[str, float] | None = None,
     ) -> tuple[TensorError, ...]:
         """Reject what is further from fp64 than the factor allows; returns every error.
 
-        known: what `measure` gave for native and exact.
+        number: of this comparison in the step. known: what `measure` gave for native and exact.
+        at_least: errors that are eager's own where it has smaller ones.
         """
-        errors, wrong = self._judged(ours, native, exact, part, known)
+        errors, wrong = self._judged(ours, native, exact, part, known, at_least)
         if wrong:
             worst = max(wrong, key=lambda e: math.inf if math.isnan(e.ratio) else e.ratio)
-            self.reject(worst, len(wrong), part)
+            scale = max((error.size for error in errors), default=0.0)
+            k = self._factor(part)
+            doubt = {
+                e.name: least(e, native[e.name].dtype, scale, k, k * luck(e.elements))
+                for e in wrong
+            }
+            self.reject(worst, len(wrong), part, Doubt(number, doubt))
         return errors
+
+    def _factor(self, part: Part) -> float:
+        return self.factor * (_CAPTURE_LEEWAY if part == "capture" else 1.0)
 
     def explain(
         self, eager: Values, ours: Values, exact: Values, errors: Sequence[TensorError]
@@ -193,10 +257,16 @@ class StepGate:
             raise Unexplained
 
     def _judged(
-        self, ours: Values, native: Values, exact: Values, part: Part, known: Known | None
+        self,
+        ours: Values,
+        native: Values,
+        exact: Values,
+        part: Part,
+        known: Known | None,
+        at_least: Mapping[str, float] | None = None,
     ) -> tuple[tuple[TensorError, ...], list[TensorError]]:
         """Every floating tensor's error, and what is wrong."""
-        factor = self.factor * (_CAPTURE_LEEWAY if part == "capture" else 1.0)
+        factor = self._factor(part)
         whole = {n for n, t in native.items() if not t.is_floating_point()}
         wrong = [
             TensorError(name, 0, math.inf, 0.0, math.inf)
@@ -205,32 +275,33 @@ class StepGate:
         ]
         names = [n for n in native if n not in whole]
         mine, theirs, fp64 = (_chosen(values, names) for values in (ours, native, exact))
-        errors = judge(mine, theirs, fp64, k=factor, known=known)
+        errors = judge(mine, theirs, fp64, k=factor, known=known, at_least=at_least)
         # a few elements may have been lucky in eager
         room = {name: factor * luck(theirs[name].numel()) for name in names}
         wrong += [e for e in errors if not e.ratio <= room[e.name]]
         return errors, wrong
 
-    def reject(self, worst: TensorError, count: int, part: Part) -> None:
-        """Raise for the worst of `count` tensors."""
+    def reject(
+        self, worst: TensorError, count: int, part: Part, doubt: Doubt | None = None
+    ) -> None:
+        """Raise for the worst of `count` tensors. doubt: what other roundings may explain."""
         what = {
             "gradient": f"gradient of {worst.name}",
             "update": f"update of {worst.name}",
             "result": worst.name,
             "capture": f"{worst.name}, as captured",
         }[part]
-        if self.strict:
-            slack = worst.ours / worst.ratio - worst.eager if math.isfinite(worst.ours) else 0.0
-            raise GradientMismatch(
-                name=worst.name,
-                ours=worst.ours,
-                eager=worst.eager,
-                k=self.factor,
-                epsilon=self.factor * max(slack, 0.0),
-            )
+        slack = worst.ours / worst.ratio - worst.eager if math.isfinite(worst.ours) else 0.0
+        strictly = GradientMismatch(
+            name=worst.name,
+            ours=worst.ours,
+            eager=worst.eager,
+            k=self.factor,
+            epsilon=self.factor * max(slack, 0.0),
+        )
         more = f" (and {count - 1} more)" if count > 1 else ""
         error = f"error against fp64 {worst.ours:.3g}, eager's own {worst.eager:.3g}{more}"
-        raise StepMismatch(Failure("the step", "step", error, what), part)
+        raise StepMismatch(Failure("the step", "step", error, what), part, strictly, doubt)
 
 
 @dataclass
@@ -251,7 +322,7 @@ class StepCheck:
     def watching(self, updates: Sequence[UpdateCall]) -> Iterator[None]:
         """Within the block a wrong gradient stops the step, and so does a wrong update.
 
-        updates: in the program's order. Raises StepMismatch, or GradientMismatch when strict.
+        updates: in the program's order. Raises StepMismatch.
         """
         self._updates = list(updates)
         assert len(updates) == len(self.gate.captured.updates), "passes keep every update"
@@ -297,15 +368,18 @@ class StepCheck:
 
     def finish(self, args: Sequence[Any], outputs: Sequence[Any]) -> None:
         """Compare outputs and the inputs' new values with what eager makes of them."""
-        if self.references is None:
+        references = self.references
+        if references is None:
             return
         made = by_name(self.gate.captured.made(args, outputs))
-        native, exact = by_name(self.references.native), by_name(self.references.exact)
+        native, exact = by_name(references.native), by_name(references.exact)
         names = [name for name in made if name in native]
         mine, theirs, fp64 = (_chosen(values, names) for values in (made, native, exact))
-        errors = self.gate.compare(mine, theirs, fp64, "result")
-        if self.references.suspected:
-            written = [name for name in names if name not in self.references.native.outputs]
+        number = len(self.gate.captured.updates)
+        at_least = references.otherwise.errors(number)
+        errors = self.gate.compare(mine, theirs, fp64, "result", number, None, at_least)
+        if references.suspected:
+            written = [name for name in names if name not in references.native.outputs]
             self.gate.explain(_chosen(theirs, written), mine, fp64, errors)
 
 
@@ -335,7 +409,8 @@ class _Gradients:
     def judge(self) -> None:
         """Raise for one that is wrong."""
         sides = self._ours, self._theirs, self._exact
-        errors = self._gate.compare(*sides, "gradient", self._known())
+        number, at_least = self._number, self._references.otherwise.errors(self._number)
+        errors = self._gate.compare(*sides, "gradient", number, self._known(), at_least)
         if self._references.suspected:
             self._gate.explain(self._theirs, self._ours, self._exact, errors)
         _log.info("update %d: %d gradients as eager's", self._number, len(self._ours))
@@ -359,6 +434,24 @@ def pairs_of(eager: Results, ours: Results) -> list[tuple[Values, Values]]:
     names = {n for n in eager.written if n in ours.written}
     written = {n: t for n, t in ours.written.items() if n in names}
     return [*pairs, (eager.written, written)]
+
+
+def sides_of(native: Results, exact: Results) -> list[Sides]:
+    """What a plan must have right beside fp64: each update's gradients, and all results."""
+    gradients = zip(native.gradients, exact.gradients, strict=True)
+    return [*gradients, (by_name(native), by_name(exact))]
+
+
+def is_luck(wrong: StepMismatch, otherwise: OtherRoundings) -> bool:
+    """Whether what seemed wrong is as near to fp64 as eager would be if it rounded otherwise.
+
+    Raises OutOfMemoryError.
+    """
+    doubt = wrong.doubt
+    if doubt is None or not otherwise.reach(doubt.comparison, doubt.least):
+        return False
+    _log.info("%s (%s): eager is as far under other roundings", wrong.failure.where, wrong)
+    return True
 
 
 def _not_compared(error: torch.OutOfMemoryError, insist: bool) -> None:

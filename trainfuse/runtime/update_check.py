@@ -26,6 +26,8 @@ Squares = dict[tuple[int, str], list[float]]
 that the others have beside it, the last of them first."""
 _LEAST, _LARGEST = 1 << 14, 1 << 25
 """Elements that are updated at a time: an update works element by element."""
+_OWN_STEPS = 2
+"""Ways of torch's to step in a parameter's own precision: its one kernel, and single operators."""
 _BYTES_PER_ELEMENT = 128
 """What a reference takes at most: parameter, gradient and state of both precisions, and what is
 computed with them."""
@@ -127,8 +129,8 @@ class _BucketCheck:
         roles = [role for role in written if role != "step"]
         self._values = {p: _values(call, p, roles, *both, old) for p, both in tensors.items()}
         # where most are far, each comparison would be the second one
-        sides = _beside_fp64 if bucket.is_far else _beside_torch
-        self._first = self._launched(self._values, sides)
+        sides = (_beside_torch, _beside_operators, _beside_fp64)
+        self._first = self._launched(self._values, sides[bucket.far])
         self.finite = False
 
     def wrong(self, factor: float) -> tuple[int, TensorError] | None:
@@ -139,13 +141,13 @@ class _BucketCheck:
                 now = counted[self._call.indices[position]]
                 if step is not None and now != step + 1:
                     return position, TensorError("step", 0, abs(now - step - 1), 0.0, 2.0)
-        is_far = self._bucket.is_far
-        squares, self.finite = _squares(self._first, looked_at=is_far)
-        if not is_far:
+        in_fp64 = self._bucket.far == _OWN_STEPS
+        squares, self.finite = _squares(self._first, looked_at=in_fp64)
+        if not in_fp64:
             beyond = _beyond(squares, self._params, factor, _distance)
             if not beyond:
                 return None
-            self._bucket.is_far = 2 * len(beyond) > len(self._params)
+            self._bucket.far += 2 * len(beyond) > len(self._params)
             far = {p: self._values[p] for p, _ in beyond}
             squares, _ = _squares(self._launched(far, _beside_fp64), looked_at=True)
         return next(iter(_beyond(squares, self._params, factor, _error)), None)
@@ -209,8 +211,16 @@ def _batches(pieces: Iterable[_Piece], size: int) -> Iterator[list[_Piece]]:
 
 def _beside_torch(call: UpdateCall, step: float | None, batch: Sequence[_Piece]) -> list[Item]:
     """Of each role the batch end to end: as the update left it, and by torch's own step."""
+    return _beside(batch, _stepped(call, step, batch, None))
+
+
+def _beside_operators(call: UpdateCall, step: float | None, batch: Sequence[_Piece]) -> list[Item]:
+    """The same by torch's single operators: on a GPU its one kernel may round more than they do."""
+    return _beside(batch, _stepped(call, step, batch, None, fused=False))
+
+
+def _beside(batch: Sequence[_Piece], native: Tensors) -> list[Item]:
     device = batch[0].now["param"].device
-    native = _stepped(call, step, batch, None)
     return [(_joined([p.now[r] for p in batch], device), native[r]) for r in batch[0].now]
 
 
@@ -222,16 +232,24 @@ def _beside_fp64(call: UpdateCall, step: float | None, batch: Sequence[_Piece]) 
 
 
 def _stepped(
-    call: UpdateCall, step: float | None, batch: Sequence[_Piece], dtype: torch.dtype | None
+    call: UpdateCall,
+    step: float | None,
+    batch: Sequence[_Piece],
+    dtype: torch.dtype | None,
+    *,
+    fused: bool = True,
 ) -> Tensors:
-    """What torch's own step makes of a batch; dtype: computed in it, None for its own."""
+    """What torch's own step makes of a batch; dtype: computed in it, None for its own.
+
+    fused: by torch's one kernel, where it has one.
+    """
     device = batch[0].now["param"].device
     before = {
         role: _joined([piece.before[role] for piece in batch], device, dtype)
         for role in batch[0].now
     }
     grad = _joined([piece.grad for piece in batch], device, dtype)
-    return _by_torch(call, call.indices[batch[0].position], step, before, grad)
+    return _by_torch(call, call.indices[batch[0].position], step, before, grad, fused=fused)
 
 
 def _joined(
@@ -309,16 +327,18 @@ def _by_torch(
     step: float | None,
     before: Tensors,
     grad: Tensor,
+    *,
+    fused: bool = True,
 ) -> Tensors:
     """One step of an optimizer of the user's class and options over flat pieces of parameters.
 
-    before: is written, and returned. By torch's one kernel, where it has one; but of halves by
-    single operators, which round as often as the user's do.
+    before: is written, and returned. fused: by torch's one kernel, where it has one; but of halves
+    by single operators, which round as often as the user's do.
     """
     optimizer, group = call.handle.optimizer, call.handle.group_of(index)
     param = nn.Parameter(before["param"])
     param.grad = grad.to(param.dtype)
-    fused = param.dtype in (torch.float32, torch.float64)
+    fused = fused and param.dtype in (torch.float32, torch.float64)
     options = {**group, "foreach": False, "fused": fused, "capturable": False}
     made = type(optimizer)([{**options, "params": [param]}])
     states: dict[str, Any] = {role: t for role, t in before.items() if role != "param"}
