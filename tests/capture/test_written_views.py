@@ -40,6 +40,7 @@ VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
     "transposed": lambda y: y.transpose(0, 1),
     "detached": lambda y: y.transpose(0, 1).detach(),
     "of a view": lambda y: y.view(2, 3, 4).view(6, 4).t(),
+    "of a view in other rows": lambda y: y.view(2, 12).view(6, 4).t(),
 }
 
 
@@ -58,7 +59,9 @@ def test_the_layout_stays(write: str, view: str) -> None:
     assert_gradients_match(
         written,
         (torch.randn(6, 4, requires_grad=True),),
-        compile_fn=lambda fn: trainfuse.compile(fn, backend="triton", verify="off"),
+        compile_fn=lambda fn: trainfuse.compile(
+            fn, backend="triton", verify="off", fallback=False
+        ),
     )
 
 

@@ -23,6 +23,7 @@ from torch._subclasses.functional_tensor import (
     disable_functional_mode,
 )
 from torch.fx.experimental.proxy_tensor import _get_proxies
+from torch.utils._pytree import tree_map
 
 from trainfuse.capture import counted_dims, functions, reentrant
 
@@ -162,22 +163,36 @@ def _functionalize(
     """Functionalization of an operator; what it writes keeps its strides, as memory does.
 
     The operator that takes its place may lay its result out afresh: `x.t().scatter_(...)` would
-    leave x, and whatever is computed from it, transposed.
+    leave x, and whatever is computed from it, transposed; and what x is a view of may then not be
+    made of it. So the operator writes a value of its own, which is laid out before x is told.
     """
     written = args[0] if args and func._schema.is_mutable else None
-    if not isinstance(written, FunctionalTensor) or written.elem.is_contiguous():
+    if (
+        not isinstance(written, FunctionalTensor)
+        or written.elem.is_contiguous()
+        or torch.Tag.inplace_view in func.tags
+    ):
         return _STOCK_FUNCTIONALIZE(self, func, types, args, kwargs)
     torch._functionalize_sync(written.elem)
     before = torch._from_functional_tensor(written.elem)
-    result = _STOCK_FUNCTIONALIZE(self, func, types, args, kwargs)
-    after = torch._from_functional_tensor(written.elem)
-    if after.shape == before.shape and after.stride() != before.stride():
+    with self:
+        apart = FunctionalTensor.to_functional(before)
+    result = _STOCK_FUNCTIONALIZE(self, func, types, (apart, *args[1:]), kwargs)
+    torch._functionalize_sync(apart.elem)
+    after = torch._from_functional_tensor(apart.elem)
+    if after is not before:
+        _replace(written, before, after)
+    return tree_map(lambda value: written if value is apart else value, result)
+
+
+def _replace(written: FunctionalTensor, before: Tensor, after: Tensor) -> None:
+    """Write a value, in the layout of what it replaces."""
+    if after.stride() != before.stride():
         with disable_functional_mode():
-            laid_out = torch.ops.aten.copy.default(before, after)
-        torch._functionalize_replace(written.elem, laid_out)
-        torch._functionalize_commit_update(written.elem)
-        torch._functionalize_sync(written.elem)
-    return result
+            after = torch.ops.aten.copy.default(before, after)
+    torch._functionalize_replace(written.elem, after)
+    torch._functionalize_commit_update(written.elem)
+    torch._functionalize_sync(written.elem)
 
 
 _STOCK_FAKE = FakeTensorMode.dispatch
