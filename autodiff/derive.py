@@ -245,7 +245,10 @@ def _identity_source(node: fx.Node) -> fx.Node | None:
 
 
 def _alike(node: fx.Node, source: fx.Node) -> bool:
-    """Whether two values have one type and layout."""
+    """Whether two values have one type and layout, strides of dims of size 1 included.
+
+    Nothing is read by those, but ATen chooses its results' layouts by them.
+    """
     made, given = node.meta["val"], source.meta["val"]
     if not isinstance(made, torch.Tensor) or not isinstance(given, torch.Tensor):
         return False
@@ -254,7 +257,7 @@ def _alike(node: fx.Node, source: fx.Node) -> bool:
         and made.dtype == given.dtype
         and made.device == given.device
         and (made.is_conj(), made.is_neg()) == (given.is_conj(), given.is_neg())
-        and same_strides(made, given)
+        and known_equal(made.stride(), given.stride())
     )
 
 
