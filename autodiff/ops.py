@@ -178,7 +178,12 @@ def _build() -> dict[str, OpRow]:
 
 TABLE: dict[str, OpRow] = _build()
 _ASSERTIONS = frozenset(
-    {"aten._assert_scalar.default", "aten._assert_async.default", "aten._assert_async.msg"}
+    {
+        "aten._assert_scalar.default",
+        "aten._assert_async.default",
+        "aten._assert_async.msg",
+        "aten._linalg_check_errors.default",
+    }
 )
 _SYMBOLIC: frozenset[Callable[..., Any]] = frozenset(
     {

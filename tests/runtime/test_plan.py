@@ -230,6 +230,7 @@ def fake_graph(function: Any, *shapes: tuple[int, ...], device: str = "cuda") ->
     ("function", "reason"),
     [
         (lambda x: torch.ops.aten.nonzero.default(x), "waits for the GPU"),
+        (lambda x: torch.linalg.inv(x), "waits for the GPU"),
         (lambda x: torch.ops.aten._to_copy.default(x, device="cpu"), "computes on the cpu"),
         (lambda x: x + torch.ops.aten.full.default([2], 1.0).to("cuda").sum(), "on the cpu"),
         (lambda x: x + torch.ops.aten.full.default([], 1.0).to("cuda"), "copies from the host"),

@@ -19,6 +19,7 @@ from torch._prims_common import (
     suggest_memory_format,
 )
 from torch._subclasses.fake_tensor import DynamicOutputShapeException
+from torch.fx.node import _side_effectful_functions
 
 from autodiff.loss_slopes import binary_cross_entropy_backward, smooth_l1_loss_backward
 from autodiff.margins import multi_margin_loss, multilabel_margin_loss
@@ -34,6 +35,7 @@ def traced_as_eager() -> Iterator[None]:
         stack.enter_context(_weighted_upsampling())
         stack.enter_context(_cotangents_like_outputs())
         stack.enter_context(_nothing_donated())
+        stack.enter_context(_checks_kept())
         for op, formula in _FORMULAS.items():
             stack.enter_context(_decomposed(op, formula))
         yield
@@ -61,6 +63,21 @@ def _weighted_upsampling() -> contextlib.AbstractContextManager[None]:
         return upsample_linear(x, *args) if x.is_floating_point() else stock(x, *args)
 
     return _replaced(decompositions, "_upsample_linear", chosen)
+
+
+@contextlib.contextmanager
+def _checks_kept() -> Iterator[None]:
+    """Within, the check of LAPACK's result is an effect, as in torch 2.14.
+
+    torch 2.11 drops it from its graphs, as no value depends on it: a singular matrix's inverse
+    would be numbers.
+    """
+    new = {torch.ops.aten._linalg_check_errors.default} - _side_effectful_functions
+    _side_effectful_functions.update(new)
+    try:
+        yield
+    finally:
+        _side_effectful_functions.difference_update(new)
 
 
 def _nothing_donated() -> contextlib.AbstractContextManager[None]:

@@ -167,11 +167,7 @@ def _functionalize(
     made of it. So the operator writes a value of its own, which is laid out before x is told.
     """
     written = args[0] if args and func._schema.is_mutable else None
-    if (
-        not isinstance(written, FunctionalTensor)
-        or written.elem.is_contiguous()
-        or torch.Tag.inplace_view in func.tags
-    ):
+    if not isinstance(written, FunctionalTensor) or torch.Tag.inplace_view in func.tags:
         return _STOCK_FUNCTIONALIZE(self, func, types, args, kwargs)
     torch._functionalize_sync(written.elem)
     before = torch._from_functional_tensor(written.elem)

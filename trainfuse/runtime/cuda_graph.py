@@ -20,6 +20,7 @@ _SYNCHRONISING = frozenset(
     {
         "nonzero", "_local_scalar_dense", "masked_select", "_unique2", "unique_dim",
         "unique_consecutive", "repeat_interleave", "bincount", "_assert_scalar",
+        "_linalg_check_errors",
     }
 )  # fmt: skip
 _INDEXING = frozenset({"index", "index_put", "_index_put_impl", "_unsafe_index"})
