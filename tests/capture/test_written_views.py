@@ -59,9 +59,7 @@ def test_the_layout_stays(write: str, view: str) -> None:
     assert_gradients_match(
         written,
         (torch.randn(6, 4, requires_grad=True),),
-        compile_fn=lambda fn: trainfuse.compile(
-            fn, backend="triton", verify="off", fallback=False
-        ),
+        compile_fn=lambda fn: trainfuse.compile(fn, backend="triton", verify="off", fallback=False),
     )
 
 

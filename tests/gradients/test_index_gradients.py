@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional
 
 import trainfuse
@@ -362,3 +364,29 @@ def test_tied_weights_add_up_in_the_kernel():
     assert len(sums) == 1
     assert any(node.target is torch.ops.aten.add.Tensor for node in sums[0].nodes)
     compiled.close()
+
+
+@pytest.mark.parametrize("layout", ["permuted", "every second", "expanded"])
+@pytest.mark.parametrize("index", [[2, 0], [1], 1])
+@pytest.mark.parametrize("value", ["number", "tensor"])
+def test_index_fill_keeps_its_operand_s_layout(value: str, index: Any, layout: str) -> None:
+    """In one graph, its gradient too: torch 2.11's formula for such operands is none to derive."""
+    lay = {
+        "permuted": lambda t: t.mT,
+        "every second": lambda t: t.mT[..., ::2],
+        "expanded": lambda t: t[:1].expand(3, -1),
+    }[layout]
+
+    def filled(x: Tensor, fill: Tensor) -> Tensor:
+        y = lay(x).index_fill(-1, torch.tensor(index), 0.3 if value == "number" else fill.detach())
+        return y.index_fill(0, torch.tensor(0), 2) * 2
+
+    explained = []
+
+    def compile_fn(fn: Any) -> Any:
+        explained.append(trainfuse.compile(fn, backend="triton", fallback=False, verify="off"))
+        return explained[-1]
+
+    args = (torch.randn(6, 4, requires_grad=True), torch.tensor(0.7))
+    assert_gradients_match(filled, args, compile_fn=compile_fn)
+    assert not [r for r in explained[0].explain().refusals if "runs eagerly" in r.reason]

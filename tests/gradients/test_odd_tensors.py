@@ -124,6 +124,36 @@ def test_what_is_written_in_place_keeps_its_strides(backend):
     assert_gradients_match(_written, (x, places), compile_fn=compiled)
 
 
+@pytest.mark.parametrize("op", ["xlogy", "copysign", "logaddexp", "logaddexp2"])
+def test_a_result_written_in_place_keeps_the_strides_it_was_made_with(op):
+    """torch's formulas in Python lay these out as the other operand."""
+
+    def function(x, y):
+        made = getattr(torch, op)(x.sin(), y.square() + 0.8) / 1.7
+        made[..., 1:] += 0.5
+        return made.sum(), made
+
+    args = (torch.randn(7, 4).mT, torch.randn(4, 7, requires_grad=True))
+    assert function(*args)[1].stride() == (1, 4)
+    assert_gradients_match(function, args, compile_fn=compiled)
+
+
+def test_strides_of_dims_of_size_one_decide_layouts():
+    """A slice of such a dim gives the same elements, and products of it another layout."""
+
+    def function(x, y, places):
+        product = torch.einsum("...i,oi->...o", x[..., ::2], y)
+        return product.take_along_dim(places, 0).sum() * 2, product
+
+    args = (
+        torch.randn(2, 1, requires_grad=True),
+        torch.randn(2, 1),
+        torch.tensor([[0, 1], [1, 0]]),
+    )
+    assert function(*args)[1].stride() == (1, 2)
+    assert_gradients_match(function, args, compile_fn=compiled)
+
+
 def test_a_whole_step_s_written_results_keep_their_strides():
     model = torch.nn.Linear(4, 3)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

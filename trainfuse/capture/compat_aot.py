@@ -244,7 +244,25 @@ def _power_of_a_number(base: Any, x: Tensor) -> Any:
     return NotImplemented if x.is_contiguous() else torch.pow(base, x.contiguous())
 
 
+def _filled_as_it_lies(rule: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """`index_fill`, which keeps its operand's layout.
+
+    torch 2.11's formula copies into a new tensor to that end, which AOTAutograd refuses as a write.
+    """
+
+    @functools.wraps(rule)
+    def decomposed(x: Tensor, dim: int, index: Tensor, value: Any) -> Tensor:
+        if x.is_contiguous():
+            return rule(x, dim, index, value)
+        number = value if isinstance(value, Tensor) else x.new_full((), value)
+        return torch.ops.aten.index_put(x, [*(None,) * (dim % x.dim()), index], number.to(x.dtype))
+
+    return decomposed
+
+
 _RELAID = {
+    torch.ops.aten.index_fill.int_Scalar: _filled_as_it_lies,
+    torch.ops.aten.index_fill.int_Tensor: _filled_as_it_lies,
     torch.ops.aten.log_sigmoid_forward.default: _rows_on_a_cpu,
     torch.ops.aten.mse_loss_backward.default: _in_rows,
     torch.ops.aten.huber_loss_backward.default: _in_rows,
