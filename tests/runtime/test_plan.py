@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.nn import functional
 
 import trainfuse
 from autodiff.graph import InputKind, TrainingGraph
@@ -18,7 +19,7 @@ from tests.runtime.graphs import plan_of, randn, trace
 from trainfuse.capture.optimizers import UpdateHandle, handle_for
 from trainfuse.codegen.schedules import foreach as schedule
 from trainfuse.errors import CudaGraphUnavailable
-from trainfuse.runtime import foreach
+from trainfuse.runtime import foreach, inductor
 from trainfuse.runtime.cache import KernelCache
 from trainfuse.runtime.cuda_graph import uploaded, why_not
 from trainfuse.runtime.fallback import Boundary
@@ -328,6 +329,51 @@ def test_a_sum_over_several_dims_is_as_exact_as_atens(dims: list[int], keepdim: 
         eager, exact = total(x), total(x.double())
         assert (ours.shape, ours.stride()) == (eager.shape, eager.stride())
         assert rmse(ours, exact) <= 2 * rmse(eager, exact) + 1e-7 * float(exact.abs().mean())
+
+
+def test_what_inductor_lays_out_otherwise_is_laid_out_as_planned(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """On a GPU a product whose rows are no whole sectors comes as a slice of wider rows."""
+    stock = inductor._compile
+
+    def padded(module: Any, segment: Any) -> Any:
+        code = stock(module, segment)
+
+        def run(*inputs: Any) -> list[Any]:
+            values = code(*inputs)
+            return [functional.pad(v, (0, 3))[..., : v.shape[-1]] if v.dim() else v for v in values]
+
+        return run
+
+    monkeypatch.setattr(inductor, "_compile", padded)
+    model = nn.Linear(5, 17)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step(x: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        y = model(x)
+        y.square().sum().backward()
+        optimizer.step()
+        return y.detach()
+
+    x = randn(4, 5)
+    twin = copy.deepcopy(model)
+    compiled = trainfuse.compile(
+        step, backend="inductor", fallback=False, keep_gradients=True, verify="off"
+    )
+    for _ in range(3):
+        made = compiled(x)
+        wanted = twin(x)
+        twin.zero_grad()
+        wanted.square().sum().backward()
+        torch.testing.assert_close(made, wanted.detach())
+        assert made.stride() == wanted.stride()
+        for mine, theirs in zip(model.parameters(), twin.parameters(), strict=True):
+            torch.testing.assert_close(mine.grad, theirs.grad)
+            assert mine.grad.stride() == theirs.grad.stride()
+            with torch.no_grad():
+                theirs -= 0.1 * theirs.grad
 
 
 def test_inductor_takes_graphs_with_constants() -> None:

@@ -49,7 +49,7 @@ def _rule(op: Any, stock: Callable[..., Any] | None) -> Callable[..., Any]:
         call = counted(op, args, kwargs)
         if stock is None and call is None:
             return NotImplemented
-        args, kwargs = call or (args, kwargs)
-        return (stock or op)(*args, **kwargs)
+        given, named = call or (args, kwargs)
+        return (stock or op)(*given, **named)
 
     return decomposed

@@ -11,13 +11,12 @@ import torch
 from torch import Tensor, fx
 
 from autodiff.reference import run_nodes
-from autodiff.rewrite import same_strides
 from trainfuse.log import get_logger
 from trainfuse.runtime.emit import operators
 from trainfuse.runtime.fallback import Boundary, Failure, Stage
 from trainfuse.runtime.gate import Again, Gate, References, group_environment
 from trainfuse.runtime.launch import GroupLauncher
-from trainfuse.runtime.layout import copy_to, varied
+from trainfuse.runtime.layout import as_planned, copy_to, strayed, varied
 from trainfuse.runtime.repro import write_repro
 
 if TYPE_CHECKING:
@@ -58,24 +57,10 @@ class GroupCall:
     def __call__(self, *inputs: Tensor, out: Sequence[Tensor]) -> None:
         """Write the group's outputs into `out`, in the order of group.outputs."""
         if self._trusted and self.suspected_by is None:
-            self.launcher(self._laid_out(inputs) if self._strayed else inputs, out)
+            self.launcher(as_planned(self.group.inputs, inputs, self._strayed), out)
         else:
             self._strayed = strayed(self.group.inputs, inputs)
-            self._checked(self._laid_out(inputs), out)
-
-    def _laid_out(self, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
-        """The inputs in the layouts that the kernel was made for."""
-        if not self._strayed:
-            return inputs
-        moved = list(inputs)
-        for place in self._strayed:
-            planned: Tensor = self.group.inputs[place].meta["val"]
-            shape, strides = tuple(planned.shape), tuple(planned.stride())
-            made = torch.empty_strided(
-                shape, strides, dtype=planned.dtype, device=inputs[place].device
-            )
-            moved[place] = made.copy_(inputs[place])
-        return moved
+            self._checked(as_planned(self.group.inputs, inputs, self._strayed), out)
 
     def _checked(self, inputs: Sequence[Tensor], out: Sequence[Tensor]) -> None:
         key = self.kernel.key
@@ -171,19 +156,6 @@ class GroupCall:
             results = refs.native  # copied from the host where they wait there
         for target, value in zip(out, results, strict=True):
             target.copy_(value)
-
-
-def strayed(nodes: Sequence[fx.Node], inputs: Sequence[Tensor]) -> tuple[int, ...]:
-    """Which inputs lie in memory otherwise than planned.
-
-    An operator's shape function may promise another layout than its kernel gives: aten.ormqr's
-    promises rows, and LAPACK gives columns. It is the same at every call of a plan.
-    """
-    return tuple(
-        place
-        for place, (node, value) in enumerate(zip(nodes, inputs, strict=True))
-        if value.numel() and not same_strides(node.meta["val"], value)
-    )
 
 
 def group_failure(

@@ -18,6 +18,7 @@ from trainfuse.capture.compat import real_tensors
 from trainfuse.log import get_logger, say_once
 from trainfuse.runtime.emit import operators
 from trainfuse.runtime.fallback import Boundary, Failure
+from trainfuse.runtime.layout import as_planned, strayed
 from trainfuse.runtime.memory import is_view
 
 _log = get_logger("program")
@@ -168,16 +169,19 @@ class SegmentCall:
     ) -> None:
         self.segment, self._key, self._code, self._boundary = segment, key, code, boundary
         self._trusted = False
+        self._strayed: tuple[int, ...] = ()
         self.failed = False
 
     def __call__(self, *inputs: Any) -> Sequence[Any]:
-        """The segment's outputs."""
+        """The segment's outputs, laid out as planned: other code was compiled for that."""
+        nodes = self.segment.outputs
         if self._trusted:
-            return self._code(*inputs)
+            return as_planned(nodes, self._code(*inputs), self._strayed)
         result = self._boundary.attempt(lambda: self._code(*inputs), "inductor")
         if not isinstance(result, str):
             self._trusted = True
-            return result
+            self._strayed = strayed(nodes, result)
+            return as_planned(nodes, result, self._strayed)
         self.failed = True
         self._boundary.record(self._key, _failure(self.segment, result))
         values = run_nodes(self.segment.nodes, dict(zip(self.segment.inputs, inputs, strict=True)))

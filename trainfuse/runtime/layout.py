@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
+from autodiff.rewrite import same_strides
 from trainfuse.capture.overlap import may_overlap_itself
 
 _WIDEST_BYTES = 16  # of an element, complex128
@@ -46,6 +47,34 @@ def varied(value: Tensor) -> Tensor | None:
     spread = torch.linspace(-0.5, 0.5, one.numel(), device=value.device)
     dense(made).copy_(low + spread.view(one.shape) * (abs(low) or 1.0))
     return made
+
+
+def strayed(nodes: Sequence[fx.Node], values: Sequence[Tensor]) -> tuple[int, ...]:
+    """Which values lie in memory otherwise than planned; it is the same at every call of a plan.
+
+    An operator's shape function may promise another layout than its kernel gives: aten.ormqr's
+    promises rows, and LAPACK gives columns. Inductor hands out slices of padded products on a GPU.
+    """
+    return tuple(
+        place
+        for place, (node, value) in enumerate(zip(nodes, values, strict=True))
+        if value.numel() and not same_strides(node.meta["val"], value)
+    )
+
+
+def as_planned(
+    nodes: Sequence[fx.Node], values: Sequence[Tensor], places: Sequence[int]
+) -> Sequence[Tensor]:
+    """The values, those in these places as copies in the layouts that were planned for them."""
+    if not places:
+        return values
+    moved = list(values)
+    for place in places:
+        planned: Tensor = nodes[place].meta["val"]
+        shape, strides = tuple(planned.shape), tuple(planned.stride())
+        made = torch.empty_strided(shape, strides, dtype=planned.dtype, device=values[place].device)
+        moved[place] = made.copy_(values[place])
+    return moved
 
 
 class Copies:
