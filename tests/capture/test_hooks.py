@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 import torch
 from torch import nn
@@ -122,3 +125,27 @@ def test_hooks_on_every_module_are_a_recorded_reason():
     assert reasons(step).count("every module") == 1
     step(*batch(2))
     assert step.explain().capture == "whole_step"
+
+
+_IN_A_HOOK = """
+import gc, sys, torch, trainfuse
+
+weight = torch.nn.Parameter(torch.ones(3))
+optimizer = torch.optim.SGD([weight], lr=0.1)
+weight.register_post_accumulate_grad_hook(lambda _: optimizer.step())
+
+def step(x):
+    (weight * x).sum().backward()
+
+compiled = trainfuse.compile(step, backend="eager")
+for _ in range(2):
+    compiled(torch.ones(3))
+gc.collect()
+from torch._inductor.cudagraph_trees import local
+assert sys.getrefcount(local.tree_manager_locks) > 1
+"""
+
+
+def test_an_optimizer_first_traced_within_a_backward_leaves_memory_sound():
+    """torch 2.11 then frees two objects that are in use, and the next collection crashes."""
+    subprocess.run([sys.executable, "-W", "ignore", "-c", _IN_A_HOOK], check=True, timeout=300)
