@@ -138,6 +138,37 @@ def test_a_result_written_in_place_keeps_the_strides_it_was_made_with(op):
     assert_gradients_match(function, args, compile_fn=compiled)
 
 
+@torch.library.custom_op("trainfuse_test::in_rows", mutates_args=())
+def in_rows(x: torch.Tensor) -> torch.Tensor:
+    return torch.empty(x.shape).copy_(x)
+
+
+@in_rows.register_fake
+def _(x):
+    return torch.empty_like(x)  # which is not so, as of attention's backward on a GPU
+
+
+in_rows.register_autograd(lambda ctx, grad: in_rows(grad))
+
+
+@pytest.mark.parametrize("backend", ["triton", "eager"])
+def test_gradients_lie_as_parameters_though_an_operator_says_what_is_not_so(backend):
+    parameter = torch.randn(4, 6).t().requires_grad_()
+
+    def step():
+        in_rows(parameter).sin().sum().backward()
+
+    compiled = trainfuse.compile(step, backend=backend, verify="off", fallback=False)
+    strides, gradients = [], []
+    for run in (step, compiled, compiled, compiled):
+        parameter.grad = None
+        run()
+        strides.append(parameter.grad.stride())
+        gradients.append(parameter.grad.clone())
+    assert strides == [(1, 6)] * 4
+    torch.testing.assert_close(gradients[1:], gradients[:1] * 3)
+
+
 def test_strides_of_dims_of_size_one_decide_layouts():
     """A slice of such a dim gives the same elements, and products of it another layout."""
 

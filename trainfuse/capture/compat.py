@@ -321,6 +321,22 @@ def aot(
         )(gm, inputs)
 
 
+def outputs_of(gm: fx.GraphModule) -> list[Any]:
+    """What a Dynamo graph returns."""
+    (values,) = gm.graph.output_node().args
+    return list(values) if isinstance(values, list | tuple) else [values]
+
+
+def storage_key(value: Tensor) -> int:
+    """Equal for tensors that share memory, fake ones too."""
+    return value.untyped_storage()._cdata
+
+
+def was_written(value: Tensor) -> bool:
+    """Whether something was written in place, into the tensor or what it is a view of."""
+    return not value.is_inference() and value._version > 0
+
+
 def reusable_backwards() -> contextlib.AbstractContextManager[Any]:
     """Compiled backwards within leave what was saved for them as it is.
 

@@ -289,16 +289,29 @@ torch 2.11 runs them on zeros to see a size, which is then taken for every call'
 
 def capture_decompositions() -> dict[Any, Callable[..., Any]]:
     """The decompositions AOTAutograd applies while it traces a step."""
-    rules = {
+    rules = _stock_rules()
+    unsized = {op: _sized_by_data(op) for op in _SIZED_BY_DATA}
+    plain = counted_dims.rules(rules)
+    return rules | layout_rules() | unsized | plain | _FORMULAS
+
+
+def _stock_rules() -> dict[Any, Callable[..., Any]]:
+    return {
         op: rule
         for op, rule in select_decomp_table().items()
         if not str(op).startswith(_KEPT_WHOLE)
         # Inductor's own rules lower to ops that only Inductor knows
         and not rule.__module__.startswith("torch._inductor")
     }
+
+
+@functools.cache
+def layout_rules() -> dict[Any, Callable[..., Any]]:
+    """Decompositions that lay their results out as eager does, of operators where torch's don't.
+
+    One that returns NotImplemented leaves its call as it is.
+    """
+    rules = _stock_rules()
     laid_out = {op: _laid_out(op, count, rules.get(op)) for op, count in _LAID_OUT_AS.items()}
     relaid = {op: lay(rules[op]) for op, lay in _RELAID.items()}
-    unsized = {op: _sized_by_data(op) for op in _SIZED_BY_DATA}
-    powers = {torch.ops.aten.pow.Scalar: _power_of_a_number}
-    plain = counted_dims.rules(rules)
-    return rules | laid_out | relaid | powers | unsized | plain | _FORMULAS
+    return laid_out | relaid | {torch.ops.aten.pow.Scalar: _power_of_a_number}

@@ -26,6 +26,7 @@ from torch.fx.experimental.proxy_tensor import _get_proxies
 from torch.utils._pytree import tree_map
 
 from trainfuse.capture import counted_dims, functions, reentrant
+from trainfuse.capture.compat_aot import layout_rules
 
 _STOCK_LOAD_ATTR = SideEffects.load_attr
 
@@ -195,7 +196,15 @@ _STOCK_FAKE = FakeTensorMode.dispatch
 
 
 def _fake(self: Any, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
-    """What torch plans an operator's result to be; of some, with dims that it doesn't misread."""
+    """What torch plans an operator's result to be; of some, with dims that it doesn't misread.
+
+    Of others, laid out as eager's: an output that is written in place stays as it is planned here.
+    """
+    if (rule := layout_rules().get(func)) is not None:
+        with self:
+            planned = rule(*args, **kwargs or {})
+        if planned is not NotImplemented:
+            return planned
     call = counted_dims.counted(func, args, kwargs or {})
     args, kwargs = (args, kwargs or {}) if call is None else call
     return _STOCK_FAKE(self, func, types, args, kwargs)

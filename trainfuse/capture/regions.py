@@ -17,6 +17,7 @@ from autodiff.graph import Refusal
 from autodiff.split import partition
 from trainfuse.capture import compat
 from trainfuse.capture.compat_frames import compile_frames, trace_again
+from trainfuse.capture.layouts import with_eager_strides
 from trainfuse.capture.lift import CaptureKind, CaptureRefused, input_fact, lift
 from trainfuse.capture.objects import find_objects
 from trainfuse.capture.overlap import OVERLAP
@@ -98,7 +99,8 @@ def region_backend(
             compiled, reason = None, f"its gradients could not be derived: {line}"
         if reason is not None:
             notice(Refusal("capture", f"a region runs eagerly: {reason}"))
-        return torch.compiler.disable(Region(gm, compiled, known, notice))
+        region = with_eager_strides(gm, Region(gm, compiled, known, notice))
+        return torch.compiler.disable(region)
 
     return backend
 

@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_map_only
 from autodiff import ops
 from autodiff.graph import Refusal
 from trainfuse.capture import compat, escapes
+from trainfuse.capture.layouts import with_eager_strides
 from trainfuse.capture.lift import (
     PHASE_KEY,
     Captured,
@@ -286,7 +287,7 @@ class WholeStep:
                 raise
             line = str(error).strip().partition("\n")[0]
             raise CaptureRefused(f"its gradients could not be derived: {line}") from error
-        return shadow.beside(run)
+        return shadow.beside(with_eager_strides(gm, run))
 
     def _lift(self, shadow: Shadow, examples: tuple[Any, ...], gm: fx.GraphModule, _: Any) -> Any:
         self._derived = True
