@@ -147,6 +147,18 @@ def test_outputs_that_only_fp64_would_differentiate():
     assert max(e.ours for e in report.errors) < 1e-5
 
 
+def test_an_argument_that_only_fp64_would_write_with_history():
+    """A cast to fp64 is its operand there, and a write to it gives an argument a history."""
+
+    def function(x, y):
+        wide = x.to(torch.float64)
+        wide.addcmul_(y, y, value=0.5)
+        return wide.sin()
+
+    args = (torch.randn(3), torch.randn(3, requires_grad=True))
+    assert_gradients_match(function, args, compile_fn=lambda fn: fn)
+
+
 def test_right_backward_passes():
     report = assert_gradients_match(plain, _arguments(), compile_fn=_faulty(None))
     names = {e.name for e in report.errors}

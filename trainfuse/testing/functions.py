@@ -63,6 +63,7 @@ def differentiate(
     leaves = tensors(args)
     state = _state(fn, args)
     inputs = {f"d_arg{i}": a for i, a in enumerate(leaves) if a.requires_grad}
+    others = {f"arg{i}": a for i, a in enumerate(leaves) if not a.requires_grad}
     if isinstance(fn, nn.Module):
         inputs |= {f"d_{n}": p for n, p in fn.named_parameters() if p.requires_grad}
     seed_all(seed)
@@ -93,7 +94,7 @@ def differentiate(
     if isinstance(fn, nn.Module):
         results |= {f"buffer_{n}": b.detach().clone() for n, b in fn.named_buffers()}
     # what the call wrote to its arguments
-    results |= {f"arg{i}": a.detach().clone() for i, a in enumerate(leaves) if not a.requires_grad}
+    results |= {name: a.detach().clone() for name, a in others.items()}
     return Run(results, state, strides(outputs), learns)
 
 
