@@ -16,13 +16,13 @@ from autodiff.graph import Refusal
 from trainfuse import log
 from trainfuse.capture import compat
 from trainfuse.capture.lift import CaptureRefused
-from trainfuse.capture.regions import Regions, eager_part
+from trainfuse.capture.regions import PartFailed, Regions, eager_part
 from trainfuse.capture.second_order import AGAIN
 from trainfuse.capture.whole_step import PlanBudget, WholeStep
 from trainfuse.debug.bisect import Culprit, search
 from trainfuse.debug.doctor import Diagnosis, diagnose
 from trainfuse.debug.explain import Explanation
-from trainfuse.errors import CaptureError, NotCompilable, TracingFailed
+from trainfuse.errors import CaptureError, NotCompilable
 from trainfuse.fields import Settings
 from trainfuse.options import CUDA_GRAPH, MODE, VERIFY, CompileOptions, resolve
 from trainfuse.plans import Builder, PlanOnly, PlanRecord, explain_plans
@@ -111,12 +111,12 @@ class _Runner:
             where = f" ({refusal.where})" if refusal.where else ""
             _log.warning("%s: %s%s", _name_of(self.target), refusal.reason, where)
 
-    def _failed(self, fault: Refusal, error: Exception) -> None:
-        """A part of the target could not be traced, and runs eagerly unless this raises."""
+    def _failed(self, fault: Refusal, kind: PartFailed, error: Exception) -> None:
+        """A part of the target could not be taken, and runs eagerly unless this raises."""
         if self.settings.strict or not self.settings.fallback:
-            raise TracingFailed(reason=fault.reason, where=fault.where) from error
+            raise kind(reason=fault.reason, where=fault.where) from error
         if self.builder.plans_only:
-            self._notice(eager_part(fault))
+            self._notice(eager_part(fault, kind))
             raise PlanOnly
 
     def refuse(self, refusal: Refusal) -> None:

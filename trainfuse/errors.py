@@ -114,6 +114,15 @@ class TracingFailed(CaptureError):
 
     message = "torch failed to trace a part of the program: {reason}"
     fix = "leave fallback on to run that part eagerly"
+    why_eager = "torch failed to trace it"
+
+
+class CompilingFailed(CaptureError):
+    """Trainfuse failed at what torch had traced, and running it eagerly was not allowed."""
+
+    message = "trainfuse failed to compile a part of the program: {reason}"
+    fix = "report this, it is trainfuse's fault; leave fallback on to run that part eagerly"
+    why_eager = "trainfuse failed to compile it, which is its fault and worth a report"
 
 
 class CudaGraphUnavailable(CaptureError):

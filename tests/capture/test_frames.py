@@ -15,7 +15,9 @@ from torch import nn
 
 import trainfuse
 from tests.capture.twins import BACKENDS
-from trainfuse.errors import CaptureError, TracingFailed
+from trainfuse.codegen import lower as lowering
+from trainfuse.errors import CaptureError, CompilingFailed, TracingFailed
+from trainfuse.plans import Builder
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor"),
@@ -244,6 +246,39 @@ def test_a_clear_error_where_fallback_is_off(planted, how, whole_step):
     with pytest.raises(TracingFailed, match=r"(?s)failed to trace.*test_frames\.py:"):
         compiled(torch.ones(3, 3))
     assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.parametrize("of", ["forward", "split"])
+@pytest.mark.parametrize("whole_step", [True, False])
+def test_trainfuses_own_faults_are_called_so(of, whole_step, monkeypatch, caplog):
+    """The part runs eagerly, and nobody is told that torch was at fault."""
+
+    def broken(*_, **__):
+        raise LookupError("planted")
+
+    if of == "forward":
+        monkeypatch.setattr(lowering, "print_module", broken)
+    else:
+        monkeypatch.setattr(Builder, "joint_passes", broken)
+    options = {"backend": "triton", "whole_step": whole_step, "verify": "off"}
+
+    def fn(x):
+        return (x.sin() * 2).exp().square()
+
+    x = torch.ones(5, 3, requires_grad=True)
+    for how in ({"fallback": False}, {"strict": True}):
+        compiled = trainfuse.compile(fn, **options, **how)
+        with pytest.raises(
+            CompilingFailed, match=r"(?s)trainfuse failed.*LookupError: planted.*report"
+        ):
+            compiled(x)
+    compiled = trainfuse.compile(fn, **options)
+    for _ in range(2):
+        torch.testing.assert_close(compiled(x), fn(x))
+    told = [r.getMessage() for r in caplog.records if "runs eagerly" in r.getMessage()]
+    assert len(told) == 1
+    assert "trainfuse failed to compile it" in told[0]
+    assert "LookupError: planted" in told[0]
 
 
 @pytest.mark.parametrize("kind", ["function", "module"])

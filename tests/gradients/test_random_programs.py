@@ -11,11 +11,14 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 
 from autodiff.jitter import Jitter
 from tests.gradients.planted.table import FAULTS
+from tests.gradients.programs import check as checks
 from tests.gradients.programs.check import check
 from tests.gradients.programs.control import Reference
 from tests.gradients.programs.generate import generate
@@ -227,6 +230,27 @@ def test_an_ill_conditioned_program_is_not_fair():
     short = (*body[:5], Statement(("t0",), "v4.mean()"))
     unfair = dataclasses.replace(fair, body=short, outputs=())
     assert not Reference(unfair).fair()
+
+
+@pytest.mark.parametrize(
+    ("ratio", "failing", "lucky"), [(2.1, 9, True), (2.1, 5, False), (4.1, 9, False)]
+)
+def test_a_failure_is_luck_where_no_other_draw_of_the_data_shows_it(ratio, failing, lucky):
+    draws = []
+
+    def passes(program, _):
+        draws.append(program.seed)
+        return len(draws) < failing
+
+    runs = SimpleNamespace(k=2.0, explains=lambda _: False)
+    program = generate(3).program
+    with (
+        mock.patch.object(checks, "reference", return_value=runs),
+        mock.patch.object(checks, "_passes", passes),
+    ):
+        assert checks._explained(program, f"step 0 p0: ratio {ratio}", "cpu") == lucky
+    assert program.seed not in draws
+    assert len(set(draws)) == len(draws) == (0 if ratio > 4 else min(failing, 8))
 
 
 def test_eager_s_other_roundings_differ_from_eager():

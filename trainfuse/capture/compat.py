@@ -27,6 +27,7 @@ from autodiff.graph import Refusal
 from trainfuse.capture import comparisons
 from trainfuse.capture.compat_aot import capture_decompositions, traced_as_eager
 from trainfuse.capture.compat_dynamo import MENDED, apply_function
+from trainfuse.errors import CompilingFailed
 
 # -- optimizers ---------------------------------------------------------------------------------
 
@@ -462,6 +463,8 @@ def refusal_of(error: BaseException) -> Refusal:
 def fault_of(error: BaseException, code: types.CodeType) -> Refusal:
     """What went wrong while Dynamo traced a frame, in one line, with the user's line."""
     cause = user_cause(error)
+    if isinstance(cause, CompilingFailed):
+        cause = cause.__cause__ or cause
     text = str(cause)
     explained = _EXPLAINED.search(text)
     lines = [explained[1]] if explained else [line for line in text.splitlines() if line.strip()]

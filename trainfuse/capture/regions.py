@@ -23,7 +23,9 @@ from trainfuse.capture.objects import find_objects
 from trainfuse.capture.overlap import OVERLAP
 from trainfuse.capture.second_order import Region, RegionFacts
 from trainfuse.capture.whole_step import Build
-from trainfuse.errors import CaptureError, TrainfuseError
+from trainfuse.errors import CaptureError, CompilingFailed, TracingFailed, TrainfuseError
+
+PartFailed = type[TracingFailed] | type[CompilingFailed]
 
 _HISTORY = "it writes a value that needs a gradient over an input that needs none"
 
@@ -49,6 +51,7 @@ def region_backend(
         known.fixed = all(isinstance(value, Tensor) for value in examples)
 
         def compiler(kind: CaptureKind) -> Callable[..., Any]:
+            @_compiling()
             def compile_(traced: fx.GraphModule, inputs: Sequence[Any]) -> Any:
                 known.derived = True
                 if kind == "forward" and compat.overwritten_with_history(examples):
@@ -74,6 +77,7 @@ def region_backend(
 
             return compile_
 
+        @_compiling()
         def cut(*args: Any, **kwargs: Any) -> Any:
             known.derived = True
             return joint_passes(*args, **kwargs)
@@ -160,9 +164,23 @@ def _put_back(optimizer: torch.optim.Optimizer, step: Any) -> None:
         vars(optimizer)["step"] = step
 
 
-def eager_part(fault: Refusal) -> Refusal:
-    """What is told of a part that runs eagerly since tracing failed."""
-    reason = f"a part runs eagerly, as torch failed to trace it: {fault.reason}"
+_OUTCOMES = (TrainfuseError, CaptureRefused, torch.OutOfMemoryError, MemoryError)
+
+
+@contextlib.contextmanager
+def _compiling() -> Iterator[None]:
+    """Within, or as a decorator: what goes wrong is no fault of torch's tracing."""
+    try:
+        yield
+    except (*_OUTCOMES, *compat.CAPTURE_ERRORS):
+        raise
+    except Exception as error:
+        raise CompilingFailed(reason=f"{type(error).__name__}: {error}") from error
+
+
+def eager_part(fault: Refusal, kind: PartFailed) -> Refusal:
+    """What is told of a part that runs eagerly since tracing or compiling failed."""
+    reason = f"a part runs eagerly, as {kind.why_eager}: {fault.reason}"
     return Refusal("capture", reason, where=fault.where)
 
 
@@ -170,8 +188,8 @@ class Regions:
     """A function or module compiled region by region.
 
     `breaks` collects Dynamo's reasons for splitting; the target's own optimizers run as they are.
-    A frame that Dynamo fails to trace runs eagerly. failed: told of the failure before that, and
-    may raise; notice: told of it once the call has ended well.
+    A frame that Dynamo fails to trace, or that trainfuse fails to compile, runs eagerly. failed:
+    told of the failure before that, and may raise; notice: told of it once the call has ended well.
     """
 
     def __init__(
@@ -181,7 +199,7 @@ class Regions:
         *,
         joint_passes: Callable[..., Any] = partition,
         notice: Callable[[Refusal], None] = lambda _: None,
-        failed: Callable[[Refusal, Exception], None] = lambda *_: None,
+        failed: Callable[[Refusal, PartFailed, Exception], None] = lambda *_: None,
         max_plans: int,
         fullgraph: bool,
         dynamic: bool | None,
@@ -236,11 +254,13 @@ class Regions:
 
     def _rescue(self, code: types.CodeType, error: Exception) -> bool:
         """Whether a frame that Dynamo failed to trace runs eagerly."""
-        if isinstance(compat.user_cause(error), TrainfuseError | torch.OutOfMemoryError):
+        cause = compat.user_cause(error)
+        kind = CompilingFailed if isinstance(cause, CompilingFailed) else TracingFailed
+        if kind is TracingFailed and isinstance(cause, TrainfuseError | torch.OutOfMemoryError):
             return False
         fault = compat.fault_of(error, code)
-        self._on_failure(fault, error)
-        self._failed.append((code, eager_part(fault)))
+        self._on_failure(fault, kind, error)
+        self._failed.append((code, eager_part(fault, kind)))
         return True
 
     def _settle(self, failed: Sequence[tuple[types.CodeType, Refusal]], ended: bool) -> None:
