@@ -245,19 +245,22 @@ def _identity_source(node: fx.Node) -> fx.Node | None:
 
 
 def _alike(node: fx.Node, source: fx.Node) -> bool:
-    """Whether two values have one type and layout, strides of dims of size 1 included.
+    """Whether two values have one type and layout.
 
-    Nothing is read by those, but ATen chooses its results' layouts by them.
+    Nothing is read by the strides of dims of size 1, but ATen lays results out by them: a view that
+    changes them stays, as it costs nothing. A copy doesn't.
     """
     made, given = node.meta["val"], source.meta["val"]
     if not isinstance(made, torch.Tensor) or not isinstance(given, torch.Tensor):
         return False
+    is_view = ops.lookup(node.target).aliases
     return (
         known_equal(tuple(made.shape), tuple(given.shape))
         and made.dtype == given.dtype
         and made.device == given.device
         and (made.is_conj(), made.is_neg()) == (given.is_conj(), given.is_neg())
-        and known_equal(made.stride(), given.stride())
+        and same_strides(made, given)
+        and (not is_view or known_equal(made.stride(), given.stride()))
     )
 
 

@@ -168,7 +168,11 @@ def _functionalize(
     made of it. So the operator writes a value of its own, which is laid out before x is told.
     """
     written = args[0] if args and func._schema.is_mutable else None
-    if not isinstance(written, FunctionalTensor) or torch.Tag.inplace_view in func.tags:
+    if (
+        not isinstance(written, FunctionalTensor)
+        or written.elem.is_contiguous()
+        or torch.Tag.inplace_view in func.tags
+    ):
         return _STOCK_FUNCTIONALIZE(self, func, types, args, kwargs)
     torch._functionalize_sync(written.elem)
     before = torch._from_functional_tensor(written.elem)
@@ -183,13 +187,19 @@ def _functionalize(
 
 
 def _replace(written: FunctionalTensor, before: Tensor, after: Tensor) -> None:
-    """Write a value, in the layout of what it replaces."""
-    if after.stride() != before.stride():
+    """Write a value, its dims in the order in memory of what it replaces."""
+    if _order(after) != _order(before):
         with disable_functional_mode():
             after = torch.ops.aten.copy.default(before, after)
     torch._functionalize_replace(written.elem, after)
     torch._functionalize_commit_update(written.elem)
     torch._functionalize_sync(written.elem)
+
+
+def _order(value: Tensor) -> list[int]:
+    """The dims of more than one element, from the largest stride on; gaps say nothing."""
+    dims = [dim for dim in range(value.dim()) if value.size(dim) != 1]
+    return sorted(dims, key=lambda dim: -value.stride(dim))
 
 
 _STOCK_FAKE = FakeTensorMode.dispatch
