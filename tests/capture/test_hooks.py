@@ -141,8 +141,8 @@ compiled = trainfuse.compile(step, backend="eager")
 for _ in range(2):
     compiled(torch.ones(3))
 gc.collect()
-from torch._inductor.cudagraph_trees import local
-assert sys.getrefcount(local.tree_manager_locks) > 1
+if trees := sys.modules.get("torch._inductor.cudagraph_trees"):
+    assert sys.getrefcount(trees.local.tree_manager_locks) > 1
 """
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
 import os
 import re
 import threading
@@ -130,7 +129,6 @@ class DynamoSettings:
     depth: ClassVar[int] = 0
 
     def __init__(self, *, parameters_are_inputs: bool = False, **wanted: Any) -> None:
-        _import_before_backward()
         wanted = {"side_effect_replay_policy": "silent", **wanted}
         self._apply = torch._dynamo.config._make_closure_patcher(**wanted)
         # eager draws what nobody reads, too; else AOTAutograd drops it, and later draws are others
@@ -156,17 +154,6 @@ class DynamoSettings:
         for revert in reverts:
             revert()
         CALLS.release()
-
-
-def _import_before_backward() -> None:
-    """Import what torch before 2.14 must not meet for the first time within a backward.
-
-    Tracing an optimizer imports this module, which leaves objects in its thread's state. Autograd's
-    engine puts the state back as it was, where torch 2.11 drops a reference it never took: Python's
-    next collection of garbage reads freed memory.
-    """
-    if torch.__version__ < "2.14" and torch._C._current_graph_task_id() == -1:
-        importlib.import_module("torch._inductor.cudagraph_trees")
 
 
 _STOCK_MARK = builder.get_static_address_type

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -11,7 +12,9 @@ import torch
 from torch import Tensor, fx
 from torch._dynamo import config, guards
 from torch._dynamo.side_effects import SideEffects
+from torch._dynamo.utils import get_static_address_type
 from torch._dynamo.variables import builder, constant, higher_order_ops, misc
+from torch._dynamo.variables import optimizer as dynamo_optimizer
 from torch._dynamo.variables.functions import UserFunctionVariable
 from torch._dynamo.variables.tensor import TensorVariable
 from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
@@ -220,6 +223,22 @@ def _fake(self: Any, func: Any, types: Any, args: Sequence[Any] = (), kwargs: An
     return _STOCK_FAKE(self, func, types, args, kwargs)
 
 
+_GRAPH_TREES = "torch._inductor.cudagraph_trees"
+_STOCK_STATIC = dynamo_optimizer._is_static_for_cudagraphs
+
+
+def _is_static(x: Tensor) -> bool:
+    """Whether a parameter keeps its address, as Dynamo asks when it traces an optimizer's step.
+
+    It imports Inductor's module of CUDA graphs to that end, whether or not anything uses them. Of
+    what the module leaves in its thread's state torch 2.11 counts one reference too few: imported
+    in a hook, within a backward, it is freed, and the next garbage collection ends the process.
+    """
+    if _GRAPH_TREES in sys.modules:
+        return _STOCK_STATIC(x)
+    return not x.is_cuda or get_static_address_type(x) is not None
+
+
 MENDED: tuple[tuple[Any, str, Any, Any], ...] = (
     (SideEffects, "load_attr", _load_attr, _STOCK_LOAD_ATTR),
     (builder, "make_dupe_guard", _same_object_guard, _STOCK_DUPE_GUARD),
@@ -235,6 +254,7 @@ MENDED: tuple[tuple[Any, str, Any, Any], ...] = (
     ),
     (FunctionalTensorMode, "__torch_dispatch__", _functionalize, _STOCK_FUNCTIONALIZE),
     (FakeTensorMode, "dispatch", _fake, _STOCK_FAKE),
+    (dynamo_optimizer, "_is_static_for_cudagraphs", _is_static, _STOCK_STATIC),
     (TensorVariable, "call_method", _call_method, _STOCK_CALL_METHOD),
     (TorchInGraphFunctionVariable, "call_function", _call_function, _STOCK_CALL_FUNCTION),
 )
