@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.functional import binary_cross_entropy_with_logits
 
 import trainfuse
-from trainfuse.testing import assert_gradients_match
+from trainfuse.testing import Training, assert_gradients_match, gradient_report
 
 INDEX = torch.tensor([[0, 2], [1, 1], [3, 0]])
 ROW, ONES = INDEX[0, :1], torch.ones(1, 6)
@@ -77,3 +78,30 @@ def test_the_layout_stays_without_history(write: str) -> None:
     assert (ours.stride(), mine[0].stride()) == (eager.stride(), mine[1].stride())
     torch.testing.assert_close(mine[0], mine[1])
     torch.testing.assert_close(ours, eager)
+
+
+def test_a_view_of_the_backward_is_made_again_in_the_update() -> None:
+    """Where any view is written, functionalization makes a gradient's view anew for each reader."""
+
+    def made() -> Training:
+        torch.manual_seed(4)
+        model = nn.Module()
+        model.register_buffer("seen", torch.zeros(3))
+        model.weight = nn.Parameter(torch.randn(5))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+        def step(x: Tensor, target: Tensor) -> Tensor:
+            optimizer.zero_grad(set_to_none=True)
+            joined = torch.cat([model.weight, x])
+            model.seen[1].add_(x.amax())
+            loss = binary_cross_entropy_with_logits(joined, target)
+            loss.backward()
+            optimizer.step()
+            return loss
+
+        return Training(step, model, [(torch.randn(4), torch.rand(9)) for _ in range(2)])
+
+    def compiled(training: Training) -> Callable[..., Any]:
+        return trainfuse.compile(training.step, backend="triton", fallback=False, check=True)
+
+    gradient_report(made, compiled, steps=2).check()

@@ -139,7 +139,9 @@ def _facts(graph: fx.Graph, default: Phase | None) -> dict[fx.Node, NodeFacts]:
     for node in graph.nodes:
         if node.op != "call_function":
             continue
-        if default is None:
+        # A view that functionalization makes again in the update, for its first reader there, is
+        # labelled as the view that it is made of.
+        if default is None and phase != "update":
             phase = (node.meta.get("custom") or {}).get(PHASE_KEY, phase)
         number = node.meta.get("seq_nr")
         link = None
