@@ -27,12 +27,13 @@ from trainfuse.capture.overlap import may_overlap_itself
 class _Tied(torch.autograd.Function):
     """An identity of several tensors, whose backward has a gradient for each: zeros for none.
 
-    Of copies, which later passes drop: views that a Function made can't be written in place.
+    Of copies, which later passes drop: views that a Function made can't be written in place. What
+    overlaps itself can't be either way, and a copy would be dense.
     """
 
     @staticmethod
     def forward(ctx: Any, *values: Tensor) -> tuple[Tensor, ...]:
-        return tuple(_copy(value) for value in values)
+        return tuple(v.detach() if may_overlap_itself(v) else _copy(v) for v in values)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, ...]:
@@ -42,7 +43,7 @@ class _Tied(torch.autograd.Function):
 def _copy(value: Tensor) -> Tensor:
     """A copy laid out as the value, be there gaps between its elements."""
     copy = value.clone()
-    if copy.stride() == value.stride() or may_overlap_itself(value):
+    if copy.stride() == value.stride():
         return copy
     return torch.empty_strided(
         value.shape, value.stride(), dtype=value.dtype, device=value.device
