@@ -15,6 +15,7 @@ from torch.utils import _pytree as pytree
 
 from tests.gradients.op_db.calls import FUSED_ATTENTION, Call, own, unseeded
 from tests.gradients.op_db.draws import Draws
+from trainfuse.capture.overlap import may_overlap_itself
 from trainfuse.testing.reference import double_precision, fused_masks
 from trainfuse.testing.trees import tensors
 
@@ -72,7 +73,7 @@ def cotangents(outputs: Sequence[Tensor], like: Sequence[Tensor] | None = None) 
 
 def _room_for(output: Tensor) -> Tensor:
     """Uninitialised memory laid out as the output, gaps and all; dense where it overlaps itself."""
-    if 0 in output.stride():
+    if may_overlap_itself(output):
         return torch.empty_like(output)
     return torch.empty_strided(
         output.shape, output.stride(), dtype=output.dtype, device=output.device
