@@ -82,16 +82,21 @@ def _run(tasks: deque[tuple[int, int, str, float]], done: SimpleQueue) -> None:
     (gh-115634).
     """
     context = multiprocessing.get_context("spawn")
-    while tasks:
-        with ProcessPoolExecutor(1, context) as process:
-            for _ in range(CHUNKS):
-                try:
-                    task = tasks.popleft()
-                except IndexError:  # another thread took the last
-                    return
-                future = process.submit(run_chunk, task)
-                wait([future])
-                done.put(future)
+    try:
+        while tasks:
+            with ProcessPoolExecutor(1, context) as process:
+                for _ in range(CHUNKS):
+                    try:
+                        task = tasks.popleft()
+                    except IndexError:  # another thread took the last
+                        return
+                    future = process.submit(run_chunk, task)
+                    wait([future])
+                    done.put(future)
+    except BaseException as error:  # a process that can't be started: whoever waits has to know
+        failed: Future[list[Outcome]] = Future()
+        failed.set_exception(error)
+        done.put(failed)
 
 
 def _show(outcome: Outcome, folder: Path | None) -> None:
