@@ -232,6 +232,12 @@ def fake_graph(function: Any, *shapes: tuple[int, ...], device: str = "cuda") ->
     [
         (lambda x: torch.ops.aten.nonzero.default(x), "waits for the GPU"),
         (lambda x: torch.linalg.inv(x), "waits for the GPU"),
+        (lambda x: torch.linalg.eigvalsh(x), "waits for the GPU"),
+        (lambda x: torch.linalg.svdvals(x), "waits for the GPU"),
+        (lambda x: torch.linalg.pinv(x, hermitian=True), "waits for the GPU"),
+        (lambda x: torch.linalg.matrix_exp(x), "waits for the GPU"),
+        (lambda x: torch.linalg.lu_factor_ex(x)[0], "waits for the GPU"),
+        (lambda x: torch.linalg.cholesky_ex(x)[0], None),
         (lambda x: torch.ops.aten._to_copy.default(x, device="cpu"), "computes on the cpu"),
         (lambda x: x + torch.ops.aten.full.default([2], 1.0).to("cuda").sum(), "on the cpu"),
         (lambda x: x + torch.ops.aten.full.default([], 1.0).to("cuda"), "copies from the host"),

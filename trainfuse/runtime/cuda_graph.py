@@ -20,7 +20,8 @@ _SYNCHRONISING = frozenset(
     {
         "nonzero", "_local_scalar_dense", "masked_select", "_unique2", "unique_dim",
         "unique_consecutive", "repeat_interleave", "bincount", "_assert_scalar",
-        "_linalg_check_errors",
+        "_linalg_check_errors", "_linalg_eigh", "_linalg_eigvals", "_linalg_svd", "linalg_eig",
+        "linalg_lu", "linalg_lu_factor_ex", "linalg_matrix_exp", "linalg_pinv",
     }
 )  # fmt: skip
 _INDEXING = frozenset({"index", "index_put", "_index_put_impl", "_unsafe_index"})
