@@ -337,6 +337,26 @@ def test_a_sum_over_several_dims_is_as_exact_as_atens(dims: list[int], keepdim: 
         assert rmse(ours, exact) <= 2 * rmse(eager, exact) + 1e-7 * float(exact.abs().mean())
 
 
+@pytest.mark.parametrize("product_first", [False, True])
+def test_a_product_is_added_to_another_gradient_once(product_first: bool) -> None:
+    """As `addmm`, Inductor's own choice, each row would be added to the large gradient."""
+
+    def gradient(x: Tensor, g: Tensor, other: Tensor) -> Tensor:
+        product, rest = x.t() @ g, other.cos()
+        return product + rest if product_first else rest + product
+
+    shapes = (294, 3), (294, 4), (3, 4)
+    args = [scale * randn(*shape) for scale, shape in zip((1, 1e-3, 1), shapes, strict=True)]
+    plan = Plan(trace(gradient, args, backward_from=0), None, {}, {}, RuntimeOptions("inductor"))
+    ours = eager = 0.0
+    for _ in range(20):  # a few elements: what the rounding of one run gives is luck
+        args = [scale * randn(*shape) for scale, shape in zip((1, 1e-3, 1), shapes, strict=True)]
+        exact = gradient(*(a.double() for a in args))
+        ours += rmse(plan(list(args))[0], exact) ** 2
+        eager += rmse(gradient(*args), exact) ** 2
+    assert ours <= 2 * eager
+
+
 def test_what_inductor_lays_out_otherwise_is_laid_out_as_planned(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -6,7 +6,7 @@ import hashlib
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, fx
@@ -103,12 +103,45 @@ def segment_module(tg: TrainingGraph, segment: Segment) -> fx.GraphModule:
     for node in segment.nodes:
         for read in node.all_input_nodes:  # constants must precede the node that reads them
             visit(read)
-        mapping[node] = _staged_sum(graph, node, visit) or graph.node_copy(node, visit)
+        mapping[node] = (
+            _staged_sum(graph, node, visit)
+            or _product_apart(graph, node, visit)
+            or graph.node_copy(node, visit)
+        )
     graph.output(tuple(mapping[n] for n in segment.outputs))
     for node in graph.nodes:
         # what is made again has been chosen: torch 2.14 would choose anew, by checkpoints' tags
         node.meta.pop("recompute", None)
     return fx.GraphModule(tg.gm, graph)
+
+
+def _product_apart(
+    graph: fx.Graph, node: fx.Node, visit: Callable[[fx.Node], fx.Node]
+) -> fx.Node | None:
+    """A sum of a matrix product and another matrix, out of Inductor's sight as such; else None.
+
+    As `addmm`, which it would make of it, a CPU adds a small gradient to a large one row by row,
+    rounded each time: over 294 rows 12 times eager's error.
+    """
+    if node.target is not torch.ops.aten.add.Tensor or node.kwargs:
+        return None
+    product = next((n for n in node.args if _is_a_product(n)), None)
+    if product is None:
+        return None
+    lift, drop = torch.ops.aten.unsqueeze.default, torch.ops.aten.squeeze.dim
+    hidden = graph.call_function(lift, (visit(product), 0))
+    reads = [
+        hidden if n is product else visit(n) if isinstance(n, fx.Node) else n for n in node.args
+    ]
+    total = graph.call_function(drop, (graph.call_function(node.target, tuple(reads)), 0))
+    total.meta = dict(node.meta)
+    return total
+
+
+def _is_a_product(value: object) -> TypeGuard[fx.Node]:
+    if not isinstance(value, fx.Node) or value.target is not torch.ops.aten.mm.default:
+        return False
+    return value.meta["val"].device.type == "cpu"
 
 
 def _staged_sum(
