@@ -26,6 +26,8 @@ SECONDS = float(os.environ.get("OP_DB_SECONDS", "220"))
 PACK = 12
 REPLAYS = 3  # the first call is ungraphed, the second captures
 DTYPES = (torch.float32, torch.bfloat16)
+# whose CUDA kernels hold 1/6 as an fp32 number in fp64 too, so that eager's is no oracle
+SINGLE_SIXTH = ("nn.functional.hardsigmoid", "nn.functional.hardswish")
 BEGAN = time.monotonic()
 
 # op_db's samples make torch warn of everything that it has to warn of
@@ -107,6 +109,8 @@ def test_more_samples(name, dtype):
     operator = OPERATORS[name]
     if not operator.takes(dtype, "cuda"):
         pytest.skip("torch doesn't differentiate it in this type on a GPU")
+    if dtype is torch.float64 and name in SINGLE_SIXTH:
+        pytest.skip("ATen's result is right to fp32 alone")
     calls = [
         *suite.calls_of(operator, dtype, "cuda"),
         *(c for c in choose(operator.samples(dtype, "cuda"), 4) if suite.eager_error(c) is None),
