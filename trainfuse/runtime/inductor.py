@@ -130,7 +130,7 @@ def _product_apart(
         return None
     lift, drop = torch.ops.aten.unsqueeze.default, torch.ops.aten.squeeze.dim
     hidden = graph.call_function(lift, (visit(product), 0))
-    reads = [
+    reads: list[Any] = [
         hidden if n is product else visit(n) if isinstance(n, fx.Node) else n for n in node.args
     ]
     total = graph.call_function(drop, (graph.call_function(node.target, tuple(reads)), 0))
