@@ -49,6 +49,8 @@ ACTIVATIONS: dict[str, Case] = {
     "selu": (F.selu, (TWOS,)),
     "celu": (F.celu, (TWOS,)),
     "softshrink": (F.softshrink, (TWOS,)),
+    "softshrink at NaN": (F.softshrink, ([NAN, 0.5, INF],)),  # few: ATen's code for one element
+    "softshrink's zeros": (lambda x: F.softshrink(x).reciprocal(), ([-0.25, -0.0, 0.25],)),
     "hardshrink": (F.hardshrink, (TWOS,)),
     "threshold": (lambda x: F.threshold(x, 0.5, 9.0), (TWOS,)),
     "softplus at its threshold": (lambda x: F.softplus(x, 2.0, 2.0), (TWOS,)),

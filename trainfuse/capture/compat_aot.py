@@ -23,6 +23,7 @@ from torch.fx.node import _side_effectful_functions
 
 from autodiff.loss_slopes import binary_cross_entropy_backward, smooth_l1_loss_backward
 from autodiff.margins import multi_margin_loss, multilabel_margin_loss
+from autodiff.shrinking import softshrink
 from autodiff.upsampling import upsample_linear
 from trainfuse.capture import counted_dims
 from trainfuse.capture.overlap import may_overlap_itself
@@ -132,6 +133,7 @@ def _dropout(x: Tensor, p: float, train: bool | None) -> Tensor:
 
 _FORMULAS = {
     torch.ops.aten.dropout.default: _dropout,
+    torch.ops.aten.softshrink.default: softshrink,
     torch.ops.aten.multi_margin_loss.default: multi_margin_loss,
     torch.ops.aten.multilabel_margin_loss_forward.default: multilabel_margin_loss,
     torch.ops.aten.smooth_l1_loss_backward.default: smooth_l1_loss_backward,
