@@ -236,6 +236,26 @@ def test_a_capture_that_fails_leaves_the_step_running(monkeypatch: pytest.Monkey
     assert other.cuda_graph.used
 
 
+@pytest.mark.parametrize("view", [torch.conj, lambda z: z.conj().imag], ids=["conj", "negative"])
+def test_views_of_conjugates_cross_streams(view: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To record a stream of such a view, torch records a copy's, and corrupts the host's heap."""
+    z = torch.randn(1000, device="cuda", dtype=torch.complex64)
+    plan = Plan(trace(lambda z: view(z * 2), [z]), None, {}, {}, RuntimeOptions("eager"))
+    stock, recorded = Tensor.record_stream, []
+
+    def noted(self: Tensor, stream: torch.cuda.Stream) -> None:
+        recorded.append(self)
+        stock(self, stream)
+
+    monkeypatch.setattr(Tensor, "record_stream", noted)
+    results = [plan([z])[0] for _ in range(3)]
+    torch.testing.assert_close(results, [view(z * 2)] * 3)
+    assert results[0].is_conj() or results[0].is_neg()
+    assert plan.cuda_graph.used
+    assert recorded
+    assert not any(value.is_conj() or value.is_neg() for value in recorded)
+
+
 def graph_bytes() -> int:
     """What the memory pools of CUDA graphs hold."""
     segments = torch.cuda.memory_snapshot()

@@ -44,6 +44,7 @@ class Load:
 
     other: what masked lanes hold when something reads them; else they are undefined. row: in place
     of a mask, where vectors of a row that begins at any address lie: arguments of lib.load_row.
+    evict: what the L2 cache is told of it, "first" or "last".
     """
 
     name: str
@@ -54,6 +55,7 @@ class Load:
     note: str = ""
     other: str = ""
     row: str = ""
+    evict: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +89,8 @@ class Random:
 class Store:
     """arg[offset] = value, rounded to the argument's type.
 
-    row: in place of a mask, where vectors of a row lie: arguments of lib.store_row.
+    row: in place of a mask, where vectors of a row lie: arguments of lib.store_row. evict: as of
+    loads.
     """
 
     arg: ArgRef
@@ -96,6 +99,7 @@ class Store:
     mask: str = ""
     note: str = ""
     row: str = ""
+    evict: str = ""
 
 
 @dataclass(frozen=True, slots=True)

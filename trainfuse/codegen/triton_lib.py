@@ -461,21 +461,25 @@ def join_softmax(top, total, keep_dims: tl.constexpr = False):
 
 
 @triton.jit
-def load_row(pointers, place, stop, count: tl.constexpr):
+def load_row(pointers, place, stop, count: tl.constexpr, eviction_policy: tl.constexpr = ""):
     """A block of a row in whole vectors, with what they have of other rows or lies after the last.
 
     place: of its lanes, from an aligned element at or before the row, which ends at stop.
     """
     # Triton moves vectors where it can tell that the lanes of one are masked alike
     end = (stop + count - 1) // count * count
-    return tl.load(pointers, mask=(place >= 0) & (place < end))
+    inside = (place >= 0) & (place < end)
+    return tl.load(pointers, mask=inside, eviction_policy=eviction_policy)
 
 
 @triton.jit
-def store_row(pointers, x, place, start, stop, count: tl.constexpr, ends):
+def store_row(
+    pointers, x, place, start, stop, count: tl.constexpr, ends, eviction_policy: tl.constexpr = ""
+):
     """Write a block of a row: vectors that lie in it whole; ends: elements of the others, too."""
     first, end = (start + count - 1) // count * count, stop // count * count
-    tl.store(pointers, x, mask=(place >= first) & (place < end))
+    inside = (place >= first) & (place < end)
+    tl.store(pointers, x, mask=inside, eviction_policy=eviction_policy)
     if ends:
         vector = place & -count  # equal for the lanes of a vector: compared once for all of them
         partial = (vector < start) | (vector + count > stop)

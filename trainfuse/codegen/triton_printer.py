@@ -73,17 +73,18 @@ def _loop(loop: Loop, indent: str) -> Iterator[str]:
 
 def _simple(statement: Statement, indent: str) -> str:
     match statement:
-        case Load(name, arg, offset, mask, cast, note, other, row):
+        case Load(name, arg, offset, mask, cast, note, other, row, evict):
             guard = _mask(mask) + (f", other={other}" if mask and other else "")
-            pointer = _pointer(arg_name(arg), offset)
-            text = f"lib.load_row({pointer}, {row})" if row else f"tl.load({pointer}{guard})"
+            pointer, policy = _pointer(arg_name(arg), offset), _policy(evict)
+            text = f"tl.load({pointer}{guard}{policy})"
+            text = f"lib.load_row({pointer}, {row}{policy})" if row else text
             text = f"{name} = {text}" + (f".to({cast})" if cast else "")
         case Check(condition, message):
             text, note = f'tl.device_assert({condition}, "{message}")', ""
-        case Store(arg, offset, value, mask, note, row):
-            pointer = _pointer(arg_name(arg), offset)
-            text = f"tl.store({pointer}, {value}{_mask(mask)})"
-            text = f"lib.store_row({pointer}, {value}, {row})" if row else text
+        case Store(arg, offset, value, mask, note, row, evict):
+            pointer, policy = _pointer(arg_name(arg), offset), _policy(evict)
+            text = f"tl.store({pointer}, {value}{_mask(mask)}{policy})"
+            text = f"lib.store_row({pointer}, {value}, {row}{policy})" if row else text
         case (
             Define(name, expr, note)
             | Map(name, expr, note)
@@ -101,6 +102,10 @@ def _simple(statement: Statement, indent: str) -> str:
 
 def _pointer(arg: str, offset: str) -> str:
     return arg if offset == "0" else f"{arg} + {offset}"
+
+
+def _policy(evict: str) -> str:
+    return f', eviction_policy="evict_{evict}"' if evict else ""
 
 
 def _mask(mask: str) -> str:

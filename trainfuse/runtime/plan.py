@@ -301,7 +301,9 @@ class Plan:
         for output in outputs:
             # attention's seeds are on the host even where its fake values say otherwise
             if isinstance(output, Tensor) and output.is_cuda:
-                output.record_stream(current)
+                # by its storage: of a conjugated view, torch would record a resolved copy
+                storage = output.untyped_storage()
+                torch.empty(0, device=output.device).set_(storage).record_stream(current)
         return outputs
 
     # -- CUDA graph ---------------------------------------------------------------------------

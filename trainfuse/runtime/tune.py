@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from trainfuse.capture import compat
 from trainfuse.codegen.choices import MODEL, Choice
@@ -28,7 +29,10 @@ from trainfuse.runtime.launch import GroupLauncher
 from trainfuse.runtime.stand_ins import stand_in, stand_ins
 
 _ROUNDS = 7
-_SHORT_US = 50.0
+_SHORT_US = 200.0
+_REPEATS = 8
+_BUSY_BYTES, _BUSY_FILLS = 64 << 20, 30
+"""What keeps a GPU busy for half a millisecond, while the host puts launches behind it."""
 _MARGIN = 0.98
 """Share of the model's time that another candidate must stay under: less is noise."""
 
@@ -160,7 +164,7 @@ def _times(
     Fewer than two, no room for the tensors, or indices whose range nobody knows.
     """
     values = [node.meta["val"] for node in (*group.inputs, *group.outputs)]
-    needed = sum(v.untyped_storage().nbytes() for v in values)
+    needed = sum(v.untyped_storage().nbytes() for v in values) + _BUSY_BYTES
     device = values[-1].device
     if len(launchers) < 2 or 2 * needed > torch.cuda.mem_get_info(device)[0]:
         return {}
@@ -169,18 +173,26 @@ def _times(
     if inputs is None:
         return {}
     outputs = [stand_in(node, random) for node in group.outputs]
+    busy = torch.empty(_BUSY_BYTES, dtype=torch.uint8, device=device)
     times: dict[Choice, list[float]] = {choice: [] for choice, _ in launchers}
-    for turn in range(_ROUNDS):
+    for _, launcher in launchers:  # loads its code
+        launcher(inputs, outputs)
+    for _ in range(_ROUNDS):
         for choice, launcher in launchers:
             run = lambda launcher=launcher: launcher(inputs, outputs)  # noqa: E731  # one line
-            took = _clock(run, 1 if not times[choice] or times[choice][0] > _SHORT_US else 8)
-            if turn != 1:  # the first tells how long it is, the second warms up what that needs
-                times[choice].append(took)
-    return {choice: statistics.median(many[1:]) for choice, many in times.items()}
+            short = times[choice] and times[choice][0] < _SHORT_US
+            times[choice].append(_clock(run, _REPEATS if short else 1, busy))
+    return {choice: statistics.median(many) for choice, many in times.items()}
 
 
-def _clock(run: Callable[[], None], repeats: int) -> float:
+def _clock(run: Callable[[], None], repeats: int, busy: Tensor) -> float:
+    """Microseconds of a run among so many, one behind the other.
+
+    Launching takes the host as long as many a kernel: all wait behind writes to `busy`.
+    """
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    for _ in range(_BUSY_FILLS):
+        busy.zero_()
     start.record()
     for _ in range(repeats):
         run()

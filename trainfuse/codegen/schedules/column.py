@@ -7,13 +7,14 @@ from dataclasses import replace
 from trainfuse.codegen.builder import Group
 from trainfuse.codegen.choices import Choice, products
 from trainfuse.codegen.ir import Module
-from trainfuse.codegen.schedules import accumulate, kept, phases
+from trainfuse.codegen.schedules import accumulate, phases
 from trainfuse.codegen.schedules.common import (
     describe,
     live_tiles,
     long,
     needed,
     read_by,
+    spanning,
     widest,
     written_over,
 )
@@ -121,7 +122,7 @@ def tile_shape(group: Group, target: Target, choice: Choice) -> tuple[int, int]:
         rows *= 2  # not unrolled: as much again on its way at once
     tiles = PROGRAMS_PER_SM * target.num_sms // divide_up(width, block)
     plenty = block == COLUMNS and total >= 2 * rows * STEPS * max(1, tiles)
-    if plenty and not odd and len(domain.reduced) == 1 and len(kept.rows(group)) > 1:
+    if plenty and not odd and len(domain.reduced) == 1 and len(spanning(group, group.inputs)) > 1:
         rows *= 2  # a sum of several operands' elements: two loads of each on their way
     while rows > 8 and rows * block * live / (32 * WARPS) > TILE_REGISTERS:
         rows //= 2

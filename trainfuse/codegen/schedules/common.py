@@ -72,6 +72,13 @@ def written_over(group: Group, elements: int, warps: int) -> frozenset[tuple[int
     )
 
 
+def spanning(group: Group, nodes: Iterable[fx.Node]) -> list[fx.Node]:
+    """Those that have an element for each of the domain's."""
+    domain = group.domain
+    every = frozenset(range(len(domain.sizes)))
+    return [n for n in nodes if n in domain.axes and own_axes(domain, n) == every]
+
+
 def read_by(group: Group, nodes: Iterable[fx.Node]) -> set[fx.Node]:
     """Inputs whose elements these values are computed of, down to reductions made before."""
     members, found = set(group.nodes), set[fx.Node]()

@@ -25,8 +25,8 @@ from trainfuse.codegen.schedules.common import (
     kernel,
     long,
     needed,
-    own_axes,
     rows_are_neighbours,
+    spanning,
 )
 from trainfuse.codegen.schedules.passes import ROW, Pass
 from trainfuse.codegen.tile import Segment, TileAxis, divide_up, power_of_two, value_strides
@@ -43,18 +43,11 @@ SHORTEST = 8192  # elements of a row that is worth it
 AHEAD = 4  # segments that are loaded before their use, of rows that are not kept
 
 
-def rows(group: Group) -> list[fx.Node]:
-    """Inputs that span the rows and columns."""
-    domain = group.domain
-    every = frozenset(range(len(domain.sizes)))
-    return [n for n in group.inputs if n in domain.axes and own_axes(domain, n) == every]
-
-
 def why_not(group: Group, warps: int) -> str | None:
     """Why a group's rows can't be kept, or None."""
     domain = group.domain
     width = domain.extent(domain.cols)
-    whole = rows(group)
+    whole = spanning(group, group.inputs)
     if rows_are_neighbours(domain) or width < SHORTEST:
         return "its rows are short, or lie side by side in memory"
     if domain.indirect or not whole or any(n.meta["val"].dtype not in HALF for n in whole):
@@ -94,7 +87,7 @@ def build(group: Group, choice: Choice) -> Module:
     for name, text in column_definitions(group, col, 1):
         builder.note(name, text)
     builder.bind("row")
-    whole = rows(group)
+    whole = spanning(group, group.inputs)
     for node in whole:
         keep(builder, node, _segments_kept(len(whole)))
     nodes = needed(group)

@@ -34,6 +34,7 @@ from trainfuse.codegen.schedules.common import (
     long,
     needed,
     own_axes,
+    spanning,
 )
 from trainfuse.codegen.schedules.passes import Pass
 from trainfuse.codegen.targets import CodegenOptions, Target
@@ -132,7 +133,7 @@ def in_registers(
     col = builder.tile["col"]
     for name, text in column_definitions(group, col, 2):
         builder.note(name, text)
-    whole = kept.rows(group)
+    whole = spanning(group, group.inputs)
     for node in whole if not passing else ():
         kept.keep(builder, node, len(segments))
     made: list[fx.Node] = []
@@ -232,12 +233,13 @@ def kept_warps(group: Group) -> int | None:
     if not keepable(group):
         return None
     many = (1 << n for n in range(KEPT_WARPS.bit_length()))
-    return next((warps for warps in many if fits(group, len(kept.rows(group)), warps)), None)
+    count = len(spanning(group, group.inputs))
+    return next((warps for warps in many if fits(group, count, warps)), None)
 
 
 def keepable(group: Group) -> bool:
     """Whether its rows are of half types, in whole vectors, and cheap to go over again."""
-    whole = kept.rows(group)
+    whole = spanning(group, group.inputs)
     if not whole or any(node.meta["val"].dtype not in HALF for node in whole):
         return False
     if group.domain.indirect or shape(group)[1] % kept.VECTOR:
@@ -268,7 +270,7 @@ def rounded(group: Group, steps: Sequence[Level], number: int) -> list[fx.Node]:
         and own_axes(domain, node) == every
     }
     before, met = reached(group, later, ()), reached(group, later, halves)
-    whole = set(kept.rows(group))
+    whole = set(spanning(group, group.inputs))
     kept_instead = [node for node in group.nodes if node in halves and node in met[0]]
     gone = (before[1] - met[1]) & whole
     return kept_instead if len(kept_instead) <= len(gone) else []

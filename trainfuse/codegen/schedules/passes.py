@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 from torch import fx
 
 from trainfuse.codegen import reductions
 from trainfuse.codegen.builder import Builder, Group
-from trainfuse.codegen.ir import Barrier, Loop
+from trainfuse.codegen.ir import ArgRef, Barrier, Load, Loop, Statement, Store
 from trainfuse.codegen.reductions import Accumulator, Reduction
 from trainfuse.codegen.schedules import online, vectors
 from trainfuse.codegen.schedules.ahead import Walk, ahead
@@ -20,6 +21,7 @@ from trainfuse.codegen.schedules.common import (
     long,
     own_axes,
     read_by,
+    spanning,
 )
 from trainfuse.codegen.schedules.online import Pair, pairs
 
@@ -101,11 +103,47 @@ def overwritable(group: Group, plan: list[Pass]) -> frozenset[tuple[int, int]]:
     return found
 
 
-def walk(builder: Builder, step: Pass, back: bool, *, early: bool) -> None:
+def hinted(
+    body: Sequence[Statement], before: set[ArgRef], later: set[ArgRef], *, streams: bool
+) -> tuple[Statement, ...]:
+    """A pass with what the L2 cache is told: keep what a later one reads again, and then drop it.
+
+    before, later: inputs that passes before and after read. streams: what is written makes way.
+    """
+    told: list[Statement] = []
+    for statement in body:
+        if isinstance(statement, Load) and statement.arg in before | later:
+            evict = "last" if statement.arg in later else "first"
+            told.append(replace(statement, evict=evict))
+        elif isinstance(statement, Store) and streams:
+            told.append(replace(statement, evict="first"))
+        else:
+            told.append(statement)
+    return tuple(told)
+
+
+def read_again(group: Group, plan: Sequence[Pass], number: int) -> tuple[set[ArgRef], set[ArgRef]]:
+    """Inputs of whole rows that the passes before and after one read."""
+    whole = spanning(group, group.inputs)
+    found: list[set[ArgRef]] = []
+    for part in (plan[:number], plan[number + 1 :]):
+        read = read_by(group, [node for step in part for node in step.read()])
+        found.append({("input", group.inputs.index(n)) for n in whole if n in read})
+    return found[0], found[1]
+
+
+def walk(
+    builder: Builder,
+    step: Pass,
+    back: bool,
+    *,
+    early: bool,
+    tell: Callable[[Sequence[Statement]], tuple[Statement, ...]] = tuple,
+) -> None:
     """One pass over the chunks: accumulate, and store what is ready.
 
     back: from the last chunk to the first: what the pass before read last is still in the cache.
-    early: a chunk is loaded while the one before it is computed.
+    early: a chunk is loaded while the one before it is computed. tell: adds what caches are told.
     """
     for acc in step.accs:
         reductions.start(builder, acc)
@@ -136,7 +174,7 @@ def walk(builder: Builder, step: Pass, back: bool, *, early: bool) -> None:
     for node in step.wide:
         builder.store(node)
     stop = str(length) if vector else "COLS"
-    loop = Loop("done" if back else "start", "0", stop, str(width), builder.pop())
+    loop = Loop("done" if back else "start", "0", stop, str(width), tell(builder.pop()))
     text = f"{last} + {text}" if last else text
     if vector:
         first, index, end = long(builder.group, text), vector.index, vector.stop

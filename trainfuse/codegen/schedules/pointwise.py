@@ -186,13 +186,16 @@ def flat(
     extents = row_extents(group, order)
     size = math.prod(extents[axis] for axis in order)
     block, num_warps = flat_block(group, target, size, choice)
-    quad = f"tl.program_id(0) * {block // 4}" if block % 4 == 0 else None
     mask = "i_mask" if size % block or extents != group.domain.sizes else ""
+    inner = size if mask else period(group, target, order, block)
+    quad = _first("tl.program_id(0)", size // inner, inner // 4, block // 4)
+    quad = None if block % 4 else quad
     axis = TileAxis("i", tuple(order), size, (Segment("i", mask, block, quad),), 0, True)
     builder = Builder(group, [axis], "i", extents)
     constants(builder, [("SIZE", size)])
-    base = long(group, "tl.program_id(0)")
-    builder.note("i", f"{base} * {block} + tl.arange(0, {block})")
+    base = _first(long(group, "tl.program_id(0)"), size // inner, inner, block)
+    why = "neighbours share what has no outer dims" if inner < size else ""
+    builder.note("i", f"{base} + tl.arange(0, {block})", why)
     if mask:
         builder.note(mask, inside(builder, axis, "i", "SIZE"))
     builder.bind("i")
@@ -206,6 +209,37 @@ def flat(
     doc = f"Flat: {describe(group, nodes)}."
     launch = kernel(builder, "pointwise_kernel", doc, (divide_up(size, block), 1, 1), num_warps)
     return Module((launch,), in_place=written_over(group, block, num_warps))
+
+
+def period(group: Group, target: Target, order: Sequence[int], block: int) -> int:
+    """Elements after which a flat walk reads operands without outer axes from their start again.
+
+    The walk's length, where the L2 cache holds them until then, or where blocks divide no period.
+    Else programs take every period's first block, then every one's second: rotary angles of 32768
+    positions would come from memory for each head.
+    """
+    domain = group.domain
+    size, whole = domain.extent(tuple(order)), 0
+    parts: list[tuple[frozenset[int], int]] = []
+    for node in (*group.inputs, *group.outputs):
+        if node in domain.axes:
+            value, own = node.meta["val"], own_axes(domain, node)
+            whole += value.dtype.itemsize if len(own) == len(order) else 0
+            parts.append((own, value.numel() * value.dtype.itemsize))
+    for cut in range(len(order) - 1, 0, -1):
+        cols = tuple(order[cut:])
+        again = sum(held for own, held in parts if order[cut] in own and own <= frozenset(cols))
+        inner = domain.extent(cols)
+        if again and again + inner * whole > target.l2_bytes // 2:
+            return size if inner % block else inner
+    return size
+
+
+def _first(program: str, periods: int, inner: int, block: int) -> str:
+    """A program's first element: of blocks in a row, or of each period's in turn."""
+    if periods == 1:
+        return f"{program} * {block}"
+    return f"{program} % {periods} * {inner} + {program} // {periods} * {block}"
 
 
 def flat_block(group: Group, target: Target, size: int, choice: Choice) -> tuple[int, int]:

@@ -6,6 +6,8 @@ whole sectors are read.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Iterable
 from dataclasses import replace
 
 from torch import fx
@@ -42,6 +44,7 @@ from trainfuse.codegen.schedules.common import (
     preload,
     read_by,
     rows_are_neighbours,
+    spanning,
 )
 from trainfuse.codegen.schedules.passes import ROW
 from trainfuse.codegen.targets import CodegenOptions, Target
@@ -89,6 +92,7 @@ LIKELY = (
     Choice(warps=4, block=4096, held=False),
     Choice(warps=8, block=8192, held=False),
     Choice(warps=16, block=8192, held=False),
+    Choice(warps=16, block=16384, held=False),
     Choice(warps=32, block=8192, held=False),
 )
 OTHERS = (
@@ -312,15 +316,9 @@ def chunk_and_warps(
     warps = choice.warps or max(4, min(CHUNK_WARPS, (choice.block or block) // 512))
     if walks == 1 or target.interpreted or choice.warps or choice.block:
         return choice.block or block, warps
-    every = frozenset(range(len(domain.sizes)))
-    row_bytes = sum(
-        width * rows * node.meta["val"].dtype.itemsize
-        for node in (*group.inputs, *group.outputs)  # what is written passes through it, too
-        if node in domain.axes and own_axes(domain, node) == every
-    )
-    while warps < 2 * MAX_WARPS and row_bytes * target.num_sms * RESIDENT_WARPS // warps > (
-        target.l2_bytes // 2
-    ):
+    # what is written passes through the cache, too
+    taken = rows * row_bytes(group, (*group.inputs, *group.outputs))
+    while warps < 2 * MAX_WARPS and taken * resident(target, warps) > target.l2_bytes // 2:
         wide = min(options.chunk, power_of_two(width * rows))
         wider = block < wide and lanes_of(width * rows, 2 * block) <= WASTED * lanes_of(
             width * rows, block
@@ -329,6 +327,17 @@ def chunk_and_warps(
             break
         warps, block = 2 * warps, 2 * block if wider else block
     return block, warps
+
+
+def row_bytes(group: Group, nodes: Iterable[fx.Node]) -> int:
+    """Bytes of a row of those values that have an element for each of the domain's."""
+    width = group.domain.extent(group.domain.cols)
+    return width * sum(n.meta["val"].dtype.itemsize for n in spanning(group, nodes))
+
+
+def resident(target: Target, warps: int) -> int:
+    """Programs of so many warps that run at once."""
+    return target.num_sms * RESIDENT_WARPS // warps
 
 
 def lanes_of(size: int, block: int) -> int:
@@ -358,10 +367,15 @@ def chunked(group: Group, target: Target, options: CodegenOptions, choice: Choic
     if vector > 1:
         vectors.begin(builder, vector)
     back = False
-    for step in plan:
+    streams = rows * row_bytes(group, group.inputs) * resident(target, warps) > target.l2_bytes
+    for number, step in enumerate(plan):
         step.begin(builder)
         if step.walks:
-            passes.walk(builder, step, back, early=choice.ahead is not False)
+            before, later = passes.read_again(group, plan, number)
+            tell = functools.partial(
+                passes.hinted, before=before, later=later, streams=bool(before) and streams
+            )
+            passes.walk(builder, step, back, early=choice.ahead is not False, tell=tell)
             back = not back
         for acc in step.accs:
             reductions.settle(builder, acc.red, reductions.finish(builder, acc), ROW)

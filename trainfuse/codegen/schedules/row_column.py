@@ -19,6 +19,7 @@ from trainfuse.codegen.schedules.common import (
     needed,
     neighbours,
     rows_are_neighbours,
+    spanning,
 )
 from trainfuse.codegen.targets import CodegenOptions, Target
 from trainfuse.codegen.tile import Segment, TileAxis, divide_up, floor_power, power_of_two
@@ -215,7 +216,7 @@ def room(group: Group, target: Target, warps: int) -> float:
 def kept_rows(group: Group, target: Target, warps: int) -> list[fx.Node]:
     """Inputs of half types whose walked rows fit into the registers as they lie in memory."""
     width = group.domain.extent(group.domain.cols)
-    whole = kept.rows(group)
+    whole = spanning(group, group.inputs)
     halves = all(node.meta["val"].dtype in HALF for node in whole)
     taken = len(whole) * width / (64 * warps)
     fits = halves and taken <= room(group, target, warps) + KEPT_SHARE
