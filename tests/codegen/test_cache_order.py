@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +13,7 @@ from codegen_support import check, lowered, trace
 from torch import Tensor
 
 import autodiff.rng  # noqa: F401 -- registers trainfuse.keep_mask
+from trainfuse.codegen import triton_lib
 from trainfuse.codegen.targets import H200, Target
 
 SMALL = Target("sm_90", 2, l2_bytes=1 << 12)
@@ -85,3 +88,13 @@ def test_what_is_read_again_is_kept_in_the_cache() -> None:
     assert not any(
         "evict" in line for line in softmax_of_rows(1 << 17, large).splitlines() if "store(" in line
     )
+
+
+def test_helpers_leave_no_text_to_a_default() -> None:
+    """Triton 3.6 takes a name for a parameter from its callers alone."""
+    tree = ast.parse(Path(triton_lib.__file__).read_text())
+    functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
+    assert len(functions) > 20
+    for function in functions:
+        given = [d.value for d in function.args.defaults if isinstance(d, ast.Constant)]
+        assert not any(isinstance(value, str) for value in given), function.name

@@ -138,7 +138,7 @@ def test_operands_of_several_types_are_read_in_vectors_of_their_own() -> None:
     args = [torch.randn(9, 1027).bfloat16(), torch.randn(9, 1027), torch.rand(9, 1027) > 0.1]
     choice = Choice(warps=4, block=512, held=False)
     kernel = check(fn, args, table=TABLE, choice=choice, options=SMALL)
-    counts = dict(re.findall(r"lib.load_row\(in(\d) .*?, (\d+)\)", kernel.source))
+    counts = dict(re.findall(r"lib.load_row\(in(\d) .*?, (\d+)[,)]", kernel.source))
     assert sorted(map(int, counts.values())) == [4, 8, 16]
     for index, value in enumerate(args):
         assert int(counts[str(index)]) * value.element_size() == 16

@@ -461,7 +461,7 @@ def join_softmax(top, total, keep_dims: tl.constexpr = False):
 
 
 @triton.jit
-def load_row(pointers, place, stop, count: tl.constexpr, eviction_policy: tl.constexpr = ""):
+def load_row(pointers, place, stop, count: tl.constexpr, eviction_policy: tl.constexpr = None):
     """A block of a row in whole vectors, with what they have of other rows or lies after the last.
 
     place: of its lanes, from an aligned element at or before the row, which ends at stop.
@@ -474,7 +474,7 @@ def load_row(pointers, place, stop, count: tl.constexpr, eviction_policy: tl.con
 
 @triton.jit
 def store_row(
-    pointers, x, place, start, stop, count: tl.constexpr, ends, eviction_policy: tl.constexpr = ""
+    pointers, x, place, start, stop, count: tl.constexpr, ends, eviction_policy: tl.constexpr = None
 ):
     """Write a block of a row: vectors that lie in it whole; ends: elements of the others, too."""
     first, end = (start + count - 1) // count * count, stop // count * count

@@ -30,7 +30,7 @@ from trainfuse.runtime.stand_ins import stand_in, stand_ins
 
 _ROUNDS = 7
 _SHORT_US = 200.0
-_REPEATS = 8
+_REPEATS, _FEW = 8, 3
 _BUSY_BYTES, _BUSY_FILLS = 64 << 20, 30
 """What keeps a GPU busy for half a millisecond, while the host puts launches behind it."""
 _MARGIN = 0.98
@@ -181,7 +181,7 @@ def _times(
         for choice, launcher in launchers:
             run = lambda launcher=launcher: launcher(inputs, outputs)  # noqa: E731  # one line
             short = times[choice] and times[choice][0] < _SHORT_US
-            times[choice].append(_clock(run, _REPEATS if short else 1, busy))
+            times[choice].append(_clock(run, _REPEATS if short else _FEW, busy))
     return {choice: statistics.median(many) for choice, many in times.items()}
 
 
