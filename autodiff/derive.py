@@ -275,7 +275,7 @@ def _unrounded(edit: GraphEdit, node: fx.Node) -> fx.Node | None:
     wide = half.args[0]
     if not isinstance(wide, fx.Node) or not _alike(node, wide):
         return None
-    phase, base = edit.facts[node].phase, _base(wide)
+    phase, base = edit.facts[node].phase, owner(wide)
     if base in edit.facts and edit.facts[base].phase == phase:
         return None  # it would be passed on in a wider type
     read = any(
@@ -319,13 +319,13 @@ def _may_stand_in(edit: GraphEdit, source: fx.Node, node: fx.Node) -> bool:
     output = edit.graph.output_node()
     if output not in _reach_through_views(node):
         return True
-    base = _base(source)
-    if base.op != "call_function" or _base(node) is base:
+    base = owner(source)
+    if base.op != "call_function" or owner(node) is base:
         return base.op == "call_function"
     return output not in _reach_through_views(base)
 
 
-def _base(node: fx.Node) -> fx.Node:
+def owner(node: fx.Node) -> fx.Node:
     """The node that owns the storage which a chain of views, or of parts of one, shows."""
     while node.op == "call_function":
         parent = node.args[0] if node.args else None

@@ -15,7 +15,7 @@ from torch import Tensor, fx
 from torch._dynamo.backends.common import aot_autograd as _aot_autograd
 from torch._dynamo.variables import builder
 from torch._functorch._aot_autograd import runtime_wrappers
-from torch._functorch._aot_autograd.schemas import MutationType
+from torch._functorch._aot_autograd.schemas import MutationType, OutputType
 from torch._functorch.autograd_function import autograd_function_apply
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.nn.modules import module as module_hooks
@@ -406,6 +406,28 @@ def written_after() -> set[int]:
     return {
         i for i, info in enumerate(infos) if info.mutation_type == MutationType.MUTATED_OUT_GRAPH
     }
+
+
+def results_of_their_own() -> list[int]:
+    """Places of the results of the forward in hand that are no views of inputs or intermediates.
+
+    Within AOTAutograd's compilers.
+    """
+    context = torch._guards.TracingContext.try_get()
+    facts = None if context is None else context.fw_metadata
+    if facts is None:
+        return []
+    own = (OutputType.non_alias, OutputType.unsafe_view_alias)
+    first = facts.num_mutated_inp_runtime_indices
+    return [i for i, info in enumerate(facts.output_info, first) if info.output_type in own]
+
+
+def no_view(value: Any) -> Any:
+    """A tensor that autograd takes for no view, of the same memory and strides."""
+    if not isinstance(value, Tensor) or not value._is_view():
+        return value
+    own = torch.ops.aten._unsafe_view.default(value, value.shape)
+    return own if own.stride() == value.stride() else value
 
 
 def overwritten_with_history(examples: Sequence[Any]) -> bool:

@@ -21,6 +21,7 @@ from trainfuse.capture.layouts import with_eager_strides
 from trainfuse.capture.lift import CaptureKind, CaptureRefused, input_fact, lift
 from trainfuse.capture.objects import find_objects
 from trainfuse.capture.overlap import OVERLAP
+from trainfuse.capture.own_results import with_own_results
 from trainfuse.capture.second_order import Region, RegionFacts
 from trainfuse.capture.whole_step import Build
 from trainfuse.errors import CaptureError, CompilingFailed, TracingFailed, TrainfuseError
@@ -73,7 +74,8 @@ def region_backend(
                 captured = lift(traced, facts, values, kind)
                 if kind != "backward":
                     known.see(captured.graph, compat.written_inputs(len(placeholders)))
-                return compat.boxed(build(captured))
+                run = build(captured)
+                return compat.boxed(with_own_results(traced, run) if kind == "forward" else run)
 
             return compile_
 
