@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 import trainfuse
 from trainfuse.testing import assert_gradients_match
@@ -42,6 +43,46 @@ def test_one_element_of_a_flattened_view(view: str, pick: str, at: int) -> None:
         (x, torch.tensor([at])),
         compile_fn=lambda fn: trainfuse.compile(fn, backend="triton", verify="off"),
     )
+
+
+FOUR = torch.ones(1, 4, 1, dtype=torch.int64)
+
+
+def of_rows(x: Tensor) -> Tensor:
+    return functional.layer_norm(x, x.shape[-1:])
+
+
+# x is [3, 4, 6], its rows are [4, 6] and their parts [6]; an index for each row or part
+PARTS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "of a row of normed parts": lambda x, i: of_rows(x).flatten(1).gather(1, i[:, None]),
+    "of a row's log-softmax": lambda x, i: (
+        of_rows(x).flatten(1).log_softmax(1).gather(1, i[:, None])
+    ),
+    "of a loss": lambda x, i: functional.cross_entropy(of_rows(x).flatten(1), i, reduction="sum"),
+    "of normed groups": lambda x, i: functional.cross_entropy(
+        functional.group_norm(x.view(3, 8, 3), 4).flatten(1), i
+    ),
+    "of parts that lie across": lambda x, i: (
+        of_rows(x).transpose(1, 2).flatten(1).log_softmax(1).gather(1, i[:, None])
+    ),
+    "of each part": lambda x, i: (of_rows(x) - of_rows(x).logsumexp((1, 2), True)).gather(
+        2, (i % 6)[:, None, None] * FOUR
+    ),
+    "of the parts' results": lambda x, i: (
+        (of_rows(x) * x.amax(2, True)).sum(2).log_softmax(1).gather(1, (i % 4)[:, None])
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_one_element_of_rows_in_parts(name: str) -> None:
+    """An index that counts over a row is none within its parts."""
+    for index in ([0, 7, 23], [5, 6, 1]):
+        assert_gradients_match(
+            PARTS[name],
+            (torch.randn(3, 4, 6, requires_grad=True), torch.tensor(index)),
+            compile_fn=lambda fn: trainfuse.compile(fn, backend="triton", verify="off"),
+        )
 
 
 @pytest.mark.parametrize("reduce", ["mean", "sum", "amax", "logsumexp"])

@@ -6,6 +6,7 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from typing import Literal
 
+import torch
 from torch import fx
 
 from autodiff.ops import op_name
@@ -100,6 +101,8 @@ def check_nested(
         space = {inner: every, middle: every - inner, cols: every}.get(axes)
         if axes and own[node] | axes != space:
             raise Misfit(node, "it reduces other axes than the group's rows, or parts of rows")
+        if axes == cols and node.target is torch.ops.aten.gather.default:
+            raise Misfit(node, "its index counts over a row, not within the row's parts")
     last = next(node for node in reversed(reduced) if reduced[node])
     if max(middle) > min(inner) or max(every - cols, default=-1) > min(middle):
         raise Misfit(last, "the parts of its rows don't lie one after the other in memory")
