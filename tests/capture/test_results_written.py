@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -70,6 +71,38 @@ def test_a_write_to_what_the_backward_reads_does_not_go_unseen(write: str, backe
     for one in (fn, compiled):
         with pytest.raises(RuntimeError, match=r"in-?place"):
             gradients(one, WRITES[write])
+
+
+@pytest.mark.parametrize("backend", ["eager", "triton"])
+@pytest.mark.parametrize("kind", ["frozen", "no_grad", "step"])
+def test_results_without_history_take_values_with_one(kind: str, backend: str) -> None:
+    def gradient(compile_: Callable[..., Any]) -> list[Tensor]:
+        torch.manual_seed(7)
+        weight = nn.Parameter(torch.randn(5, 4), requires_grad=kind != "frozen")
+        optimizer = torch.optim.SGD([weight], lr=0.1)
+
+        def forward(x: Tensor) -> Tensor:
+            return functional.linear(x, weight)
+
+        def step(x: Tensor) -> Tensor:
+            optimizer.zero_grad()
+            h = functional.linear(x, weight)
+            h.square().mean().backward()
+            optimizer.step()
+            return h.detach()
+
+        run = compile_(step if kind == "step" else forward)
+        bias = torch.randn(5, requires_grad=True)
+        found = []
+        for _ in range(2):
+            with torch.no_grad() if kind == "no_grad" else contextlib.nullcontext():
+                h = run(X)
+            h += bias
+            found += torch.autograd.grad(h.square().sum(), bias)
+        return found
+
+    ours = gradient(lambda fn: trainfuse.compile(fn, backend=backend, fallback=False))
+    torch.testing.assert_close(ours, gradient(lambda fn: fn), rtol=1e-5, atol=1e-5)
 
 
 def test_a_residual_written_around_compiled_layers() -> None:

@@ -1,4 +1,4 @@
-"""Results of a region that are views in its graph and, as in eager, tensors of their own."""
+"""Results that are views in their graph and, as in eager, tensors of their own."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ Run = Callable[[Sequence[Any]], Sequence[Any]]
 
 
 def with_own_results(forward: fx.GraphModule, run: Run) -> Run:
-    """`run`, a region's forward, with results that may be written in place where eager's may.
+    """`run`, a forward or a whole step, with results that may be written where eager's may.
 
     A product of three dimensions is a view of one of two, and autograd lets no view be written that
-    a Function made. Where another result shows the same memory, kept for the backward or not, a
-    result stays such a view: a write to it must not go unseen.
+    a Function made, or that was made without grad mode. Where another result shows the same memory,
+    kept for the backward or not, a result stays such a view: a write to it must not go unseen.
     """
     results: Any = forward.graph.output_node().args[0]
     places: dict[fx.Node, list[int]] = {}

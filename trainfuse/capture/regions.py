@@ -75,7 +75,7 @@ def region_backend(
                 if kind != "backward":
                     known.see(captured.graph, compat.written_inputs(len(placeholders)))
                 run = build(captured)
-                return compat.boxed(with_own_results(traced, run) if kind == "forward" else run)
+                return compat.boxed(run if kind == "backward" else with_own_results(traced, run))
 
             return compile_
 

@@ -26,6 +26,7 @@ from trainfuse.capture.lift import (
 from trainfuse.capture.objects import Found, find_objects
 from trainfuse.capture.optimizers import UpdateHandle, admit_optimizer
 from trainfuse.capture.overlap import OVERLAP, OverlapGuard
+from trainfuse.capture.own_results import with_own_results
 from trainfuse.capture.shadow import Shadow
 from trainfuse.errors import GradientsDropped
 
@@ -311,7 +312,7 @@ class WholeStep:
         overlaps = _overlap_guard(captured)
         if overlaps.overlaps:
             raise CaptureRefused(OVERLAP)
-        program = self._build(captured)
+        program = with_own_results(gm, self._build(captured))
         admitted = {id(p) for handle in self._handles for p in handle.params}
         leaves = [
             i
