@@ -127,8 +127,8 @@ def _either(
     where eager overflows on the way; and eager's on inputs with gaps where that is another.
 
     Either is right: ATen's vector code for a CPU has gelu(inf) as NaN, in fp32 alone, and the
-    slope of softshrink at NaN as 0, where its code for one element has 1; and cumprod's backward
-    is another formula, with NaN elsewhere, where a dispatch mode sees it (as under a trace).
+    slope of softshrink at NaN as 0, where its code for one element has 1; and cumprod's gradient
+    on a GPU has NaN elsewhere than a traced one.
     """
     if mine is None or theirs is None or exact is None or not theirs.is_floating_point():
         return theirs
